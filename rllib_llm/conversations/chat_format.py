@@ -34,7 +34,7 @@ from rllib_llm.conversations.tool_calls import (
 )
 from rllib_llm.data.encoding import render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
-from rllib_llm.shared.chat_templates import not_variables
+from rllib_llm.shared.chat_templates import check_variables
 from rllib_llm.shared.errors import Problems, require
 
 Message = Mapping[str, Any]
@@ -86,17 +86,13 @@ class ChatFormat:
         history: str = "fork", stop_token_ids: Sequence[int] | None = None,
         template_settings: Mapping[str, Any] | None = None, renderer: str | None = AUTO,
     ) -> None:  # fmt: skip
-        if not tokenizer.chat_template:
-            remedy = "Set chat_template (a file, or a text), or take an instruction-tuned model"
-            raise ChatFormatError("chat_template", "be a template", "", remedy, None)
-        require(
-            history in HISTORIES, "history", history, f"be one of {HISTORIES}",
-            kind=ChatFormatError,
-        )  # fmt: skip
-        require(
-            not (syntax is not None and syntax not in SYNTAXES), "tool_syntax", syntax,
-            f"be one of {SYNTAXES}", kind=ChatFormatError,
-        )  # fmt: skip
+        remedy = "Set chat_template (a file, or a text), or take an instruction-tuned model"
+        for holds, name, value, rule, instead in (
+            (tokenizer.chat_template, "chat_template", None, "be a template", remedy),
+            (history in HISTORIES, "history", history, f"be one of {HISTORIES}", ""),
+            (syntax in (*SYNTAXES, None), "tool_syntax", syntax, f"be one of {SYNTAXES}", ""),
+        ):
+            require(holds, name, value, rule, "", instead, ChatFormatError)
         self.tokenizer, self._special_texts = tokenizer, special_texts(tokenizer)
         # Servers describe their tools: like all that others say, without special tokens.
         self.tools = [broken_up(tool, self._special_texts) for tool in tools]
@@ -108,10 +104,7 @@ class ChatFormat:
         self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self.history = history
         self._settings = dict(template_settings or {})
-        if taken := sorted(not_variables().intersection(self._settings)):
-            reason = f"{taken} are set by its caller"
-            rule = "hold variables of the chat template alone"
-            raise ChatFormatError("template_settings", rule, reason, value=self._settings)
+        check_variables("template_settings", self._settings, ChatFormatError)
         # For examples the name that is hardest to read.
         self.example_tool = min(
             self.tool_names, key=lambda name: (name.isidentifier(), name), default=None
@@ -230,9 +223,9 @@ class ChatFormat:
         # What begins the next turn may be what ends this one.
         count = here + (here == ended)
         parts = rendered.split(end, count)
-        if len(parts) <= count:
-            reason = f"the chat template wrote {len(parts) - 1} such ends in place of {count}"
-            raise ChatFormatError("a turn", f"end with {end!r} wherever it stands", reason)
+        reason = f"the chat template wrote {len(parts) - 1} such ends in place of {count}"
+        require(len(parts) > count, "a turn", ..., f"end with {end!r} wherever it stands", reason,
+                kind=ChatFormatError)  # fmt: skip
         return self._behind_turn(end, parts[-1], last_id)
 
     def bridge(
@@ -261,9 +254,9 @@ class ChatFormat:
         # Behind the token that is there: some tokenizers begin every text with a space.
         anchor = self.encode(end)
         ids = self.encode(end + text)
-        if ids[: len(anchor)] != anchor:
-            rule = f"keep its tokens whatever follows, also {text[:40]!r}"
-            raise ChatFormatError("turn_end", rule, "", "Make it a special token", end)
+        require(ids[: len(anchor)] == anchor, "turn_end", end,
+                f"keep its tokens whatever follows, also {text[:40]!r}", "",
+                "Make it a special token", ChatFormatError)  # fmt: skip
         closed = {anchor[-1]}
         if end == self.ends.text:  # the newest turn may be closed by another token than old ones
             closed.add(self._id_of(self.ends.last))

@@ -88,15 +88,6 @@ class Node:
         return self.reply is not None
 
 
-def path_to(nodes: Sequence[Node], leaf: int | None) -> list[Node]:
-    """The nodes from the first to `leaf`; none where it is None."""
-    place, path = leaf, []
-    while place is not None:
-        path.append(nodes[place])
-        place = nodes[place].parent
-    return path[::-1]
-
-
 @dataclass
 class TrainingRow:
     """One path, cut after its last sampled token; all lists of tokens but the prompt are [T].
@@ -128,14 +119,6 @@ class TrainingRow:
             self, completion_ids=self.completion_ids[:end], loss_mask=self.loss_mask[:end],
             logprobs=self.logprobs[:end], versions=self.versions[:end], rewards=self.rewards[:end],
         )  # fmt: skip
-
-
-def rows_of(nodes: Sequence[Node]) -> list[TrainingRow]:
-    """One row per path; each sampled token is trained in the first row that contains it."""
-    learnt: set[int] = set()
-    parents = {node.parent for node in nodes}
-    paths = (path_to(nodes, leaf) for leaf in range(len(nodes)) if leaf not in parents)
-    return [row for path in paths if (row := _row(path, learnt)).num_sampled]
 
 
 def _row(path: Sequence[Node], learnt: set[int]) -> TrainingRow:
@@ -266,7 +249,11 @@ class Conversation:
 
     def path(self, leaf: int | None = None) -> list[Node]:
         """The nodes from the first to `leaf`, by default the newest."""
-        return path_to(self.nodes, self._leaf if leaf is None else leaf)
+        place, path = self._leaf if leaf is None else leaf, []
+        while place is not None:
+            path.append(self.nodes[place])
+            place = self.nodes[place].parent
+        return path[::-1]
 
     @property
     def reply(self) -> ParsedReply | None:
@@ -365,17 +352,11 @@ class Conversation:
     ) -> ParsedReply:  # fmt: skip
         """Appends the policy's sampled tokens unchanged, the stop token among them, and returns the
         parsed turn. `versions`: of the weights that sampled each; None: unknown.
-
-        Raises:
-            ValueError: lengths that differ, no tokens, or no messages before them.
         """
         path = self.path()
         versions = [NO_VERSION] * len(token_ids) if versions is None else versions
-        if not len(token_ids) == len(logprobs) == len(versions) or not token_ids:
-            lengths = [len(token_ids), len(logprobs), len(versions)]
-            raise ValueError(f"ids, logprobs and versions of {lengths} must be equally many, not 0")
-        if not path or path[-1].sampled:
-            raise ValueError("token_ids must follow messages: call append_messages first")
+        assert 0 < len(token_ids) == len(logprobs) == len(versions), "of each sampled token"
+        assert path and not path[-1].sampled, "a turn answers messages"
         num_calls = sum(len(node.reply.tool_calls) for node in self.nodes if node.reply)
         reply = self.chat_format.parse(
             token_ids, finish=finish, first_call=num_calls, prompt_ids=path[-1].token_ids
@@ -422,4 +403,7 @@ class Conversation:
 
     def rows(self) -> list[TrainingRow]:
         """One row per path; each sampled token is trained in the first row that contains it."""
-        return rows_of(self.nodes)
+        learnt: set[int] = set()
+        parents = {node.parent for node in self.nodes}
+        paths = (self.path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents)
+        return [row for path in paths if (row := _row(path, learnt)).num_sampled]

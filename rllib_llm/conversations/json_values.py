@@ -29,18 +29,6 @@ def _unless(passes: Callable[[Any, Any], bool], keyword: str) -> Callable[..., I
     return checked
 
 
-def _is_null(value: Any, schema: Any) -> bool:
-    """Whether it is null as transformers allows it: `X | None` is X that is `nullable`, a word of
-    OpenAPI's."""
-    return value is None and bool(schema.get("nullable"))
-
-
-def _has_patterns(value: Any, schema: Any) -> bool:
-    """Whether patterns tell names apart, with which Python may take for ever. They are left
-    to the tool."""
-    return "patternProperties" in schema
-
-
 @functools.lru_cache(1024)
 def _expression(pattern: str) -> SchemaValidator | None:
     """Rust's regular expression, whose search takes linear time: ^(a+)+$ takes Python for ever on
@@ -57,10 +45,14 @@ def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
         yield ValidationError(f"{value!r} does not match {pattern!r}")
 
 
-_BY_PATTERN = ("patternProperties", "additionalProperties")
 Arguments = extend(Draft202012Validator, {
-    "pattern": _pattern, **{word: _unless(_is_null, word) for word in ("type", "enum")},
-    **{word: _unless(_has_patterns, word) for word in _BY_PATTERN},
+    "pattern": _pattern,
+    # transformers writes `X | None` as X that is `nullable`, a word of OpenAPI's.
+    **{word: _unless(lambda value, schema: value is None and bool(schema.get("nullable")), word)
+       for word in ("type", "enum")},
+    # Patterns that tell names apart, with which Python may take for ever, are left to the tool.
+    **{word: _unless(lambda _, schema: "patternProperties" in schema, word)
+       for word in ("patternProperties", "additionalProperties")},
     "unevaluatedProperties": lambda *_: (),  # in parts of the schema there may be patterns, too
 })  # fmt: skip
 

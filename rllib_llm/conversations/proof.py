@@ -19,7 +19,6 @@ from rllib_llm.conversations.chat_format import (
     thoughts_end,
 )
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls
 from rllib_llm.shared.errors import require
@@ -64,11 +63,24 @@ def prove(chat_format: ChatFormat) -> list[Proof]:
     Raises:
         ChatFormatError: it would append tokens that are not the template's own.
     """
-    dialogues = _dialogues(chat_format)
+    calls, (result,) = example_calls(chat_format.example_tool or "add", "1 + 1", "two: 2")
+    thoughtful = {**calls, "reasoning_content": "One and one."}
+    dialogues = {
+        "turns": [USER, SAYS, MORE, ENDS],
+        "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
+        "thoughts": [USER, THINKS],
+        "turns after thoughts": [USER, THINKS, MORE, ENDS],
+    }
+    if chat_format.tools:  # else none will be called
+        dialogues |= {
+            "tool calls": [USER, calls, result, ENDS],
+            "tool calls after thoughts": [USER, thoughtful, result, ENDS],
+            "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
+        }
     renderers: list[Proof] = []
     if chat_format.renderer is not None:
         renderers.append(_prove_renderer(chat_format, dialogues))
-    found = [_prove(chat_format, name, turns) for name, turns in dialogues.items()]
+    found = [_walk(chat_format, name, turns) for name, turns in dialogues.items()]
     return [*found, *renderers]
 
 
@@ -119,25 +131,6 @@ def _bridge(
     return found
 
 
-def _dialogues(chat_format: ChatFormat) -> dict[str, Messages]:
-    calls, (result,) = example_calls(chat_format.example_tool or "add", "1 + 1", "two: 2")
-    thoughtful = {**calls, "reasoning_content": "One and one."}
-    dialogues = {
-        "turns": [USER, SAYS, MORE, ENDS],
-        "system message": [SYSTEM, USER, SAYS, MORE, ENDS],
-        "thoughts": [USER, THINKS],
-        "turns after thoughts": [USER, THINKS, MORE, ENDS],
-    }
-    if not chat_format.tools:  # none will be called
-        return dialogues
-    return {
-        **dialogues,
-        "tool calls": [USER, calls, result, ENDS],
-        "tool calls after thoughts": [USER, thoughtful, result, ENDS],
-        "turns after tool calls": [USER, calls, result, ENDS, MORE, SAYS],
-    }
-
-
 _NO_TOOLS = ("unsupported", "ignored", "unreadable")
 
 
@@ -158,17 +151,6 @@ def require_tools(chat_format: ChatFormat, findings: list[Proof]) -> None:
     )  # fmt: skip
 
 
-def _prove(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
-    try:
-        whole = chat_format.render(turns)
-    except ChatFormatError as error:
-        return Proof(name, "unsupported", str(error.__cause__))
-    lost = next((text for text in _texts(turns) if text not in whole), None)
-    if lost is not None:
-        return Proof(name, "ignored", f"{lost!r} is not written")
-    return _walk(chat_format, name, turns)
-
-
 def _texts(turns: Messages) -> Iterator[str]:
     """The texts that a template must render of a dialogue: all but the thoughts of earlier
     turns."""
@@ -182,6 +164,13 @@ def _texts(turns: Messages) -> Iterator[str]:
 
 def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
     """Plays the dialogue as a rollout would, and checks the result."""
+    try:
+        whole = chat_format.render(turns)
+    except ChatFormatError as error:
+        return Proof(name, "unsupported", str(error.__cause__))
+    lost = next((text for text in _texts(turns) if text not in whole), None)
+    if lost is not None:
+        return Proof(name, "ignored", f"{lost!r} is not written")
     conversation = Conversation(chat_format)
     waiting: Messages = []
     for place, turn in enumerate(turns):
@@ -200,8 +189,11 @@ def _walk(chat_format: ChatFormat, name: str, turns: Messages) -> Proof:
         reply = chat_format.read(
             said.removesuffix(chat_format.ends.of(turn)), thoughts_end=thoughts_end(asked)
         )
-        if wrong := _misread(turn, reply):
-            return Proof(name, "unreadable", wrong)
+        written = [call["function"] for call in turn.get("tool_calls", ())]
+        if written != [{"name": c.name, "arguments": c.arguments} for c in reply.tool_calls]:
+            names, found = [w["name"] for w in written], [c.status for c in reply.tool_calls]
+            why = f"its own call of {names} is read as {found or 'words'}"
+            return Proof(name, "unreadable", why)
         if not reply.reasoning and (turn.get("reasoning_content") or said) in reply.content:
             return Proof(name, "ignored", "its thoughts are read as words")
     if conversation.suffixes["fork"]:
@@ -214,16 +206,6 @@ def _sampled_ids(chat_format: ChatFormat, before: Messages, said: str) -> list[i
     asked = chat_format.render(before, generation_prompt=True)
     prompt, whole = chat_format.encode(asked), chat_format.encode(asked + said)
     return whole[len(prompt) :] if whole[: len(prompt)] == prompt else chat_format.encode(said)
-
-
-def _misread(turn: Mapping[str, Any], reply: ParsedReply) -> str:
-    """The difference between parsed calls and the turn's; "" if there is none."""
-    written = [call["function"] for call in turn.get("tool_calls", ())]
-    read = [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
-    if written == read:
-        return ""
-    names, found = [each["name"] for each in written], [call.status for call in reply.tool_calls]
-    return f"its own call of {names} is read as {found or 'words'}"
 
 
 def _compared(

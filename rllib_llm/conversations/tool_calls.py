@@ -137,7 +137,12 @@ def parse_reply(
         reads_calls: whether there can be any; else what looks like one is words.
     """
     assert syntax in SYNTAXES, syntax
-    reasoning, said = _split_thoughts(text, thoughts_end, THINK.get(syntax, THINK_DEFAULT))
+    begin, end = THINK.get(syntax, THINK_DEFAULT)
+    reasoning, said = "", text
+    if text.lstrip().startswith(begin):
+        said, thoughts_end = text.lstrip()[len(begin) :], end
+    if thoughts_end:  # without an end marker everything is thought
+        reasoning, _, said = said.partition(thoughts_end)
     if syntax == "harmony":
         analysis, content, found = _read_harmony(said, finish == "stop", reads_calls)
         reasoning = reasoning or analysis
@@ -166,16 +171,6 @@ def parse_reply(
             status = "unknown_tool"
         calls.append(replace(call, status=status, id=f"call{first_call + i:05d}"))
     return ParsedReply(content.strip(), reasoning.strip(), tuple(calls), text)
-
-
-def _split_thoughts(text: str, end: str, marks: tuple[str, str]) -> tuple[str, str]:
-    """Thoughts, and the text after them. Without an end marker everything is thought."""
-    if text.lstrip().startswith(marks[0]):
-        text, end = text.lstrip()[len(marks[0]) :], marks[1]
-    if not end:
-        return "", text
-    thoughts, _, rest = text.partition(end)
-    return thoughts, rest
 
 
 Found = tuple[str, list[ToolCall]]

@@ -25,7 +25,7 @@ from jinja2.exceptions import TemplateError
 
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.turn_ends import MARKER, Render, TurnEnds, find_turn_ends, special_texts
-from rllib_llm.shared.chat_templates import not_variables
+from rllib_llm.shared.chat_templates import check_variables
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import blamed_on
 
@@ -88,9 +88,7 @@ def row_settings(row: Mapping[str, Any]) -> dict[str, Any]:
     given = row.get("chat_template_kwargs") or {}
     with blamed_on("chat_template_kwargs", given, "be variables of the chat template", remedy=""):
         variables = dict(json.loads(given) if isinstance(given, str) else given)
-    taken = sorted(not_variables() & variables.keys())
-    require(not taken, "chat_template_kwargs", variables, "hold variables of the chat template "
-            "alone", f"{taken} are set by its caller")  # fmt: skip
+    check_variables("chat_template_kwargs", variables)
     return {"tools": row.get("tools"), **variables}
 
 
@@ -524,7 +522,13 @@ def parts_of_rows(rows: Rows, tokenizer: Any) -> list[Part] | None:
     What turn 1 says is learnt from where it stands as it was said, in a separate row. In the
     second row it is only read; a target there would teach the model not to think.
     """
-    if "messages" not in rows.columns or not _drops_thoughts(tokenizer):
+    if "messages" not in rows.columns or _REASONING not in str(tokenizer.chat_template):
+        return None
+    # Whether the template writes the thoughts of the newest turn, and not those of old ones.
+    older: Sequence[Mapping[str, Any]] = [_ASK, _SAY, _ASK, {**_SAY, _REASONING: ""}]
+    thoughts = str(_SAY[_REASONING])
+    is_shown = thoughts in render_chat(tokenizer, [_ASK, _SAY])
+    if not is_shown or thoughts in render_chat(tokenizer, older):
         return None
     parts = []
     for place, row in enumerate(rows):
@@ -568,13 +572,3 @@ def _shown_until(rendered: Callable[[int], str], messages: Messages, turn: int) 
         "newest turn", f"{thoughts[:40]!r} would never be learnt",
         f"Give a template that writes {_REASONING}, or put the thoughts into the content",
     )  # fmt: skip
-
-
-def _drops_thoughts(tokenizer: Any) -> bool:
-    """Whether the template writes the thoughts of the newest turn, and not those of old ones."""
-    if not tokenizer.chat_template or _REASONING not in str(tokenizer.chat_template):
-        return False
-    newest = render_chat(tokenizer, [_ASK, _SAY])
-    older: Sequence[Mapping[str, Any]] = [_ASK, _SAY, _ASK, {**_SAY, _REASONING: ""}]
-    thoughts = str(_SAY[_REASONING])
-    return thoughts in newest and thoughts not in render_chat(tokenizer, older)

@@ -154,30 +154,26 @@ def _read_parquet(path: Path, name: str) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    failures: tuple[type[Exception], ...] = (pa.ArrowException, OSError)
     try:
-        if path.stat().st_size > _LARGE_BYTES:
-            return Rows(_mapped(path), str(path))
-        return Rows(pq.read_table(path), str(path))
-    except (pa.ArrowException, OSError) as error:
+        if path.stat().st_size <= _LARGE_BYTES:
+            return Rows(pq.read_table(path), str(path))
+        # Converted once into the cache on disk (HF_DATASETS_CACHE) and memory-mapped, so that it
+        # uses no memory of a process.
+        import datasets
+
+        failures = (*failures, datasets.exceptions.DatasetGenerationError)
+        with contextlib.ExitStack() as stack:
+            if datasets.is_progress_bar_enabled():
+                datasets.disable_progress_bars()
+                stack.callback(datasets.enable_progress_bars)
+            mapped = datasets.Dataset.from_parquet(str(path), writer_batch_size=_BATCH_ROWS)
+        return Rows(mapped, str(path))
+    except failures as error:
         remedy = "Write it again as Parquet, or give it the ending of its format"
         rule = "be a Parquet file that can be read"
-        raise Problems(name, rule, error, remedy, str(path)) from error
-
-
-def _mapped(path: Path) -> Any:
-    """A large Parquet file as a `datasets.Dataset`: converted once into the cache on disk
-    (`HF_DATASETS_CACHE`) and memory-mapped, so that it uses no memory of a process."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        return datasets.Dataset.from_parquet(str(path), writer_batch_size=_BATCH_ROWS)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise OSError(str(error.__cause__ or error)) from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+        why = error.__cause__ or error
+        raise Problems(name, rule, why, remedy, str(path)) from error
 
 
 def _json_values(path: Path, name: str) -> Iterator[Any]:

@@ -52,18 +52,22 @@ class ImagePrompts:
     """The processor of a multimodal model.
 
     Args:
-        model: folder or hub id.
+        model: folder or hub id; None is refused.
         chat_template: in the place of the processor's own.
 
     Raises:
-        Problems: the model reads text alone, or its processor cannot be loaded.
+        Problems: no model, or one that reads text alone, or its processor cannot be loaded.
     """
 
-    def __init__(self, model: str, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(
+        self, model: str | None, tokenizer: Any, chat_template: str | None = None
+    ) -> None:
         # Here, since few runs need them, and configs load nothing heavy.
         from rllib_llm.modules.model_source import model_config
         from rllib_llm.modules.multimodal import is_multimodal, load_processor
 
+        if model is None:
+            raise Problems("image", "be left out here", "no model reads it", "Drop or rename it")
         config = model_config(model)
         require(is_multimodal(config), "image", ..., "be left out for this model",
                 f"model={model!r} reads text alone", "Name a model that sees")  # fmt: skip

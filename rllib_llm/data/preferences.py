@@ -42,7 +42,7 @@ from rllib_llm.shared.errors import Problems, nearest, require
 
 
 class PreferenceSource(BatchSource):
-    """Batches of pairs by position; subclasses say in which columns.
+    """Batches of pairs by position; subclasses say in which columns. `settings`: of `BatchSource`.
 
     Pairs whose chosen and rejected texts are the same express no preference: they are left out,
     with a warning that counts them.
@@ -55,16 +55,14 @@ class PreferenceSource(BatchSource):
     _texts_of_row = 2
     _takes_labels = False  # whether rows may be a completion with a label
 
-    def __init__(
-        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0, shuffle: bool = True,
-        model: str | None = None, chat_template: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, data: Source, **settings: Any) -> None:
         rows = pairs_of_rollouts(load_rows(data))
         self.is_unpaired = self._takes_labels and {*LABELLED} <= {*rows.columns} - {"chosen"}
-        self._members = _labelled(rows) if self.is_unpaired else _telling_pairs(rows)
-        super().__init__(
-            rows, len(self._members), tokenizer, max_length, seed, shuffle, model, chat_template
-        )
+        for index, label in enumerate(rows.column("label") if self.is_unpaired else ()):
+            require(label in (True, False), f"row {index} of {rows.description}: label", label,
+                    "be true or false", "it says whether the completion is wanted")  # fmt: skip
+        self._members = np.arange(len(rows)) if self.is_unpaired else _telling_pairs(rows)
+        super().__init__(rows, len(self._members), **settings)
 
     def _of_index(self, index: int) -> tuple[Any, ...]:
         return self._of_row(int(self._members[index]))
@@ -164,7 +162,12 @@ class PromptedPairSource(PreferenceSource):
         require(prompt, "a pair", ..., "have a prompt, or texts that begin alike",
                 "the tokenizer has no BOS", "Add the column 'prompt'")  # fmt: skip
         answers = [chosen[0][border:], rejected[0][border:]]
-        prompt, *answers = self._shorten(prompt, *answers)
+        longest = max(map(len, answers))
+        if len(prompt) + longest > self._max_length:
+            self.num_cut += sum(len(prompt) + len(ids) > self._max_length for ids in answers)
+            room = max(self._max_length - longest, self._max_length // 2)
+            prompt = keep_end(prompt, room, (self._tokenizer.bos_token_id,))
+            answers = [ids[: self._max_length - len(prompt)] for ids in answers]
         masks = (own[border:][: len(ids)] for (_, own), ids in
                  zip((chosen, rejected), answers, strict=True))  # fmt: skip
         return prompt, *answers, *masks, {}
@@ -193,20 +196,6 @@ class PromptedPairSource(PreferenceSource):
         rejected = encode_chat(self._tokenizer, other, num_other, **settings)
         return chosen, rejected, min(own.index(True) for _, own in (chosen, rejected))
 
-    def _shorten(
-        self, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> tuple[list[int], list[int], list[int]]:
-        longest = max(len(chosen), len(rejected))
-        if len(prompt) + longest <= self._max_length:
-            return prompt, chosen, rejected
-        self.num_cut += sum(
-            len(prompt) + len(answer) > self._max_length for answer in (chosen, rejected)
-        )
-        room = max(self._max_length - longest, self._max_length // 2)
-        prompt = keep_end(prompt, room, (self._tokenizer.bos_token_id,))
-        rest = self._max_length - len(prompt)
-        return prompt, chosen[:rest], rejected[:rest]
-
     def columns(self, encoded: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         pad = self._tokenizer.pad_token_id
         prompts, prompt_mask = pad_left([pair[0] for pair in encoded], pad)
@@ -231,14 +220,6 @@ def _is_chat(prompt: Any, answer: Any) -> bool:
 
 
 LABELLED = ("prompt", "completion", "label")
-
-
-def _labelled(rows: Rows) -> np.ndarray:
-    """Indices [rows] int64 of rows with a completion and a label, which is true or false."""
-    for index, label in enumerate(rows.column("label")):
-        require(label in (True, False), f"row {index} of {rows.description}: label", label,
-                "be true or false", "it says whether the completion is wanted")  # fmt: skip
-    return np.arange(len(rows), dtype=np.int64)
 
 
 def _telling_pairs(rows: Rows) -> np.ndarray:
@@ -296,7 +277,18 @@ def pairs_from_labels(
             "", "Leave it out to draw every text once")  # fmt: skip
     rows = load_rows(path)
     require_columns(rows, [text_column, label_column])
-    groups = _texts_by_label(rows, text_column, label_column)
+    groups: dict[float, list[str]] = {}
+    for number, row in enumerate(rows):
+        label, text = row[label_column], row[text_column]
+        is_number = isinstance(label, int | float) and math.isfinite(label)
+        where = f"row {number} of {rows.description}"
+        require(is_number, f"{where}: {label_column}", label, "be a finite number",
+                "the higher one's text is chosen", "Write labels as numbers")  # fmt: skip
+        require(isinstance(text, str), f"{where}: {text_column}", text, "be text", "", "")
+        groups.setdefault(float(label), []).append(text)
+    require(len(groups) > 1, f"{label_column} of {rows.description}", ...,
+            "hold at least two different labels", f"all {len(rows)} rows have {[*groups]}",
+            "Name the column of the labels")  # fmt: skip
     change = import_dotted(rewrite, name="rewrite") if isinstance(rewrite, str) else rewrite
     if change is not None:
         groups = {label: [change(text) for text in texts] for label, texts in groups.items()}
@@ -315,22 +307,6 @@ def _draws(texts: list[str], seed: int):
     order = EpochOrder(len(texts), seed)
     for position in itertools.count():
         yield texts[int(order.indices(position, 1)[0])]
-
-
-def _texts_by_label(rows: Rows, text_column: str, label_column: str) -> dict[float, list[str]]:
-    groups: dict[float, list[str]] = {}
-    for number, row in enumerate(rows):
-        label, text = row[label_column], row[text_column]
-        is_number = isinstance(label, int | float) and math.isfinite(label)
-        where = f"row {number} of {rows.description}"
-        require(is_number, f"{where}: {label_column}", label, "be a finite number",
-                "the higher one's text is chosen", "Write labels as numbers")  # fmt: skip
-        require(isinstance(text, str), f"{where}: {text_column}", text, "be text", "", "")
-        groups.setdefault(float(label), []).append(text)
-    require(len(groups) > 1, f"{label_column} of {rows.description}", ...,
-            "hold at least two different labels", f"all {len(rows)} rows have {[*groups]}",
-            "Name the column of the labels")  # fmt: skip
-    return groups
 
 
 # Penn Treebank's spelling of brackets and quotation marks, and the spaces around its tokens.

@@ -112,7 +112,15 @@ class Rows(MadeRows):
         is_list = isinstance(value, list) and bool(value)
         if not is_list or not all(isinstance(e, dict) and _CHAT_KEYS & e.keys() for e in value):
             return value
-        return _with_roles(value if self._is_list else _without_nulls(value))
+        chat = value if self._is_list else _without_nulls(value)
+        if not all("role" not in e and isinstance(e.get("value"), str)
+                   and str(e.get("from")) in _ROLES for e in chat):  # fmt: skip
+            return chat
+        return [  # ShareGPT's
+            {"role": _ROLES[each["from"]], "content": each["value"]}
+            | {key: rest for key, rest in each.items() if key not in ("from", "value")}
+            for each in chat
+        ]
 
 
 def concatenated(parts: Sequence[Rows], description: str) -> Rows:
@@ -142,18 +150,6 @@ _ROLES = {
     "function": "tool", "ipython": "tool",
     **{role: role for role in ("system", "user", "assistant", "tool")},
 }  # fmt: skip
-
-
-def _with_roles(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat in ShareGPT's keys and roles in those of templates; other lists as they are."""
-    if not all("role" not in e and isinstance(e.get("value"), str)
-               and str(e.get("from")) in _ROLES for e in value):  # fmt: skip
-        return value
-    return [
-        {"role": _ROLES[each["from"]], "content": each["value"]}
-        | {key: rest for key, rest in each.items() if key not in ("from", "value")}
-        for each in value
-    ]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -9,7 +9,7 @@ import functools
 import glob
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -157,27 +157,21 @@ def _with_options(source: Any, name: str) -> tuple[Any, dict[str, Any]]:
     if not isinstance(source, Mapping):
         return source, {}
     options = {key: value for key, value in source.items() if key != "path" and value is not None}
-    report([*_wrong_options(source, options, name)])
-    return source["path"], options
-
-
-def _wrong_options(
-    source: Mapping[str, Any], options: Mapping[str, Any], name: str
-) -> Iterator[Problem]:
-    for key in source:
-        if key not in _SOURCE_KEYS:
-            yield unknown_key(name, key, _SOURCE_KEYS)
+    found = [unknown_key(name, key, _SOURCE_KEYS) for key in source if key not in _SOURCE_KEYS]
     if "path" not in source:
-        yield Problem(name, "have a 'path'", "", f"Set it to {_ALLOWED}", dict(source))
+        found.append(Problem(name, "have a 'path'", "", f"Set it to {_ALLOWED}", dict(source)))
     for key in ("limit", "best_of_group"):
         number = options.get(key, 1)
         if type(number) is not int or number < 1:
-            yield Problem(f"{name}.{key}", "be an integer of at least 1", value=number)
+            found.append(Problem(f"{name}.{key}", "be an integer of at least 1", value=number))
     columns, where = options.get("columns", {}), options.get("where", "")
     if not isinstance(columns, Mapping):
-        yield Problem(f"{name}.columns", "be {new name: old name}", value=columns)
+        found.append(Problem(f"{name}.columns", "be {new name: old name}", value=columns))
     if not isinstance(where, str):
-        yield Problem(f"{name}.where", "be an SQL condition such as 'score > 0'", value=where)
+        rule = "be an SQL condition such as 'score > 0'"
+        found.append(Problem(f"{name}.where", rule, value=where))
+    report(found)
+    return source["path"], options
 
 
 def _read(source: Any, options: dict[str, Any], name: str) -> Rows:

@@ -47,16 +47,16 @@ class EncodedText(NamedTuple):
 
 class BatchSource:
     """Rows of a data set, in batches by position; a subclass encodes a row, and makes the columns
-    of a batch. `size`: how many there are in an epoch. `model`: whose processor reads images,
-    with `chat_template`."""
+    of a batch. `size`: how many there are in an epoch. `max_length`: tokens kept of each text.
+    `model`: whose processor reads images, with `chat_template`."""
 
     _lost = "end"  # what a text loses that is too long
     _texts_of_row = 1
     is_unpaired = False  # whether a row is one completion with a label
 
     def __init__(
-        self, rows: Rows, size: int, tokenizer: Any, max_length: int, seed: int, shuffle: bool,
-        model: str | None, chat_template: str | None,
+        self, rows: Rows, size: int, *, tokenizer: Any, max_length: int, seed: int = 0,
+        shuffle: bool = True, model: str | None = None, chat_template: str | None = None,
     ) -> None:  # fmt: skip
         self._rows, self._tokenizer, self._max_length = rows, tokenizer, max_length
         self._model, self._chat_template = model, chat_template
@@ -98,8 +98,7 @@ class BatchSource:
 
     @functools.cached_property
     def _image_prompts(self) -> ImagePrompts:
-        require(self._model is not None, "image", ..., "be left out here", "texts alone are read")
-        return ImagePrompts(str(self._model), self._tokenizer, self._chat_template)
+        return ImagePrompts(self._model, self._tokenizer, self._chat_template)
 
     def _example(
         self, row: Mapping[str, Any]
@@ -146,14 +145,12 @@ class TextSource(BatchSource):
     `loss_mask`, each [count, L], right-padded."""
 
     def __init__(
-        self, data: Source, *, tokenizer: Any, max_length: int, seed: int = 0,
-        loss_on: str = "completion", shuffle: bool = True, keep_end: bool = False,
-        model: str | None = None, chat_template: str | None = None,
+        self, data: Source, *, tokenizer: Any, loss_on: str = "completion", keep_end: bool = False,
+        **settings: Any,
     ) -> None:  # fmt: skip
-        """`max_length`: tokens kept of each text, from its beginning. `loss_on`: "completion"
-        (the prompt's tokens are no targets; a plain text is all target) or "all". `keep_end`:
-        a text that is cut keeps its last token, EOS, for judges that read their score there.
-        `model`, `chat_template`: see `BatchSource`."""
+        """`loss_on`: "completion" (the prompt's tokens are no targets; a plain text is all target)
+        or "all". `keep_end`: a text that is cut keeps its last token, EOS, for judges that read
+        their score there. `settings`: see `BatchSource`; a text is cut at its end."""
         require(loss_on in LOSS_ON, "loss_on", loss_on, f"be one of {LOSS_ON}", "", "")
         require(tokenizer.eos_token_id is not None, "tokenizer.eos_token", None, "be a token",
                 "the model would never learn to stop", "Set it and save the tokenizer")  # fmt: skip
@@ -162,9 +159,7 @@ class TextSource(BatchSource):
         is_whole = "completion_ids" in rows.columns or bool(len(rows) and images_of_row(rows[0]))
         self._parts = None if is_whole else parts_of_rows(rows, tokenizer)
         size = len(rows if self._parts is None else self._parts)
-        super().__init__(
-            rows, size, tokenizer, max_length, seed, shuffle, model, chat_template
-        )
+        super().__init__(rows, size, tokenizer=tokenizer, **settings)
         self._loss_on, self._keep_end = loss_on, keep_end
         self._tokenized: dict[int, EncodedText] = {}
 
@@ -187,22 +182,19 @@ class TextSource(BatchSource):
         texts = {columns.INPUT_IDS: ids, columns.ATTENTION_MASK: mask, columns.LOSS_MASK: loss_mask}
         return {**texts, **seen}
 
-    def _with_images(self, row: dict[str, Any]) -> EncodedText:
-        ids, targets, seen = self._example(row)
-        self.num_cut += len(ids) > self._max_length
-        if self._loss_on == "all":
-            targets = [token != self._image_prompts.image_token_id for token in ids]
-        return EncodedText(self._cut(ids), self._cut(targets), seen)
-
     def _cut(self, items: list[Any]) -> list[Any]:
         if len(items) > self._max_length and self._keep_end:
             return items[: self._max_length - 1] + items[-1:]
         return items[: self._max_length]
 
     def _encode(self, row: dict[str, Any], part: Part | None = None) -> EncodedText:
-        if images_of_row(row):
-            return self._with_images(row)
-        return EncodedText(*self._encode_text(row, part))
+        if not images_of_row(row):
+            return EncodedText(*self._encode_text(row, part))
+        ids, targets, seen = self._example(row)
+        self.num_cut += len(ids) > self._max_length
+        if self._loss_on == "all":
+            targets = [token != self._image_prompts.image_token_id for token in ids]
+        return EncodedText(self._cut(ids), self._cut(targets), seen)
 
     def _encode_text(self, row: dict[str, Any], part: Part | None) -> TokenizedText:
         if part is not None and row["messages"] is not None:

@@ -17,7 +17,7 @@ import torch
 from rllib_llm.data.encoding import end_ids
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, pad_right
-from rllib_llm.shared.errors import Problem, Problems, require
+from rllib_llm.shared.errors import Problem, Problems, report, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,14 +72,13 @@ def check_actions(
     dtypes = {columns.COMPLETION_IDS: torch.int64, columns.COMPLETION_MASK: torch.bool}
     if needs_logprobs or columns.SAMPLER_LOGPROBS in given:
         dtypes[columns.SAMPLER_LOGPROBS] = torch.float32
-    if missing := [name for name in dtypes if name not in given]:
-        arrived = [*given] or type(actions)
-        raise Problems("actions", f"be a dict with {[*dtypes]}", f"{missing} lack", "", arrived)
+    missing = [name for name in dtypes if name not in given]
+    require(not missing, "actions", [*given] or type(actions), f"be a dict with {[*dtypes]}",
+            f"{missing} lack")  # fmt: skip
     shape = list(getattr(given[columns.COMPLETION_IDS], "shape", []))
     num_tokens = shape[1] if len(shape) == 2 else None
-    for name, dtype in dtypes.items():
-        if (problem := misfit(name, given[name], dtype, (batch_size, num_tokens))) is not None:
-            raise Problems([problem])
+    sizes = (batch_size, num_tokens)
+    report(filter(None, (misfit(name, given[name], kind, sizes) for name, kind in dtypes.items())))
     require(
         1 <= shape[1] <= max_len, "completion_ids", shape, f"be 1 to {max_len} tokens long",
         "the action space says so", "Stop at max_completion_len",
@@ -121,8 +120,7 @@ def info_columns(
     found = {name: infos[name] for name in _DTYPES if name in infos}
     for name, column in found.items():
         shape = completion_mask.shape[:1] if name == columns.GROUP else completion_mask.shape
-        if (problem := misfit(f"infos[{name!r}]", column, _DTYPES[name], shape)) is not None:
-            raise Problems([problem])
+        report(filter(None, [misfit(f"infos[{name!r}]", column, _DTYPES[name], shape)]))
     if not found:
         return found
     sampled = found.get(columns.LOSS_MASK, completion_mask)

@@ -228,7 +228,7 @@ class BanditEnv(VectorEnv):
         )  # fmt: skip
         judged = self.rewards(batch)
         # Failed or truncated rows [B] are 0 and 1, so that their means are shares.
-        truncated = torch.tensor([self._encoder.is_truncated(row.index) for row in self._rows])
+        truncated = torch.tensor([row.index in self._encoder.truncated for row in self._rows])
         shares = {f"{name}{columns.FAILED}": column for name, column in judged.failed.items()}
         shares[columns.PROMPT_TRUNCATED] = truncated.to(self.device)
         infos: dict[str, Any] = {

@@ -259,8 +259,6 @@ class ConversationEnv:
 
     @functools.cached_property
     def _image_prompts(self) -> ImagePrompts:
-        require(self.settings["model"] is not None, "image", ..., "be left out here",
-                "no model reads it", "Drop or rename the column")  # fmt: skip
         return ImagePrompts(self.settings["model"], self.tokenizer, self.tokenizer.chat_template)
 
     def new_conversation(self, row: PromptRow, task: Mapping[str, Any]) -> Conversation:

@@ -236,7 +236,9 @@ class ServedTeacher:
             text = [*prompt[is_prompt].tolist(), *ids[:length].tolist()]
             body = {"model": self._model, "prompt": text, "max_tokens": 1, "temperature": 1.0,
                     "prompt_logprobs": top_k}  # fmt: skip
-            asked.append(self._client.submit("completions", body, _prompt_logprobs))
+            asked.append(self._client.submit(
+                "completions", body, lambda answer: answer["choices"][0]["prompt_logprobs"]
+            ))  # fmt: skip
         for row, answer in enumerate(asked):
             told = answer.result()
             for at in rows[3][row].nonzero().flatten().tolist():
@@ -254,10 +256,6 @@ class ServedTeacher:
     def close(self) -> None:
         """Closes its connections."""
         self._client.close()
-
-
-def _prompt_logprobs(answer: Any) -> list[Any]:
-    return answer["choices"][0]["prompt_logprobs"]
 
 
 PAIR, CHAT = "pair", "chat"

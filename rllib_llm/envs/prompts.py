@@ -126,8 +126,7 @@ class PromptSource:
 
     def indices(self, position: int, num_prompts: int) -> np.ndarray:
         """Data-set rows [num_prompts] int64 at positions `position, position + 1, ...`."""
-        if position < 0 or num_prompts < 1:
-            raise ValueError(f"position={position}, num_prompts={num_prompts} are no counts")
+        assert position >= 0 and num_prompts >= 1, (position, num_prompts)
         return self._members(self._order.indices(position, num_prompts))
 
     def _members(self, places: np.ndarray) -> np.ndarray:
@@ -173,7 +172,7 @@ class PromptEncoder:
     Text is encoded as the tokenizer does by itself (a BOS where it adds one, but never an EOS at
     the end); chat messages go through its chat template with the generation prompt added. A prompt
     longer than `max_prompt_len` is an error, or keeps its BOS and its end; the first batch with
-    such prompts warns, and `num_truncated` counts them. Images are read by the processor of
+    such prompts warns, and `truncated` holds their rows. Images are read by the processor of
     `model`, and count: a prompt that shows some is never cut.
     """
 
@@ -186,11 +185,11 @@ class PromptEncoder:
         self.tokenizer, self.max_prompt_len, self.overflow = tokenizer, max_prompt_len, overflow
         self._cache: dict[int, tuple[list[int], str]] = {}
         self._lock = threading.Lock()
-        self._truncated: set[int] = set()
+        self.truncated: set[int] = set()  # rows read so far that lost their beginning
 
     def encode(self, rows: Sequence[PromptRow]) -> tuple[list[list[int]], list[str]]:
         """Token ids and text of each prompt; the text is that of the ids, also if truncated."""
-        truncated_before = self.num_truncated
+        truncated_before = len(self.truncated)
         encoded = []
         for row in rows:
             found = self._cache.get(row.index) or self._encode_row(row)
@@ -199,9 +198,9 @@ class PromptEncoder:
                 if len(self._cache) > _NUM_REMEMBERED:
                     del self._cache[next(iter(self._cache))]  # the oldest, maybe of these rows
             encoded.append(found)
-        if truncated_before == 0 and self.num_truncated:
+        if truncated_before == 0 and self.truncated:
             warnings.warn(
-                f"{self.num_truncated} of the first {len(rows)} prompts are longer than "
+                f"{len(self.truncated)} of the first {len(rows)} prompts are longer than "
                 f"max_prompt_len={self.max_prompt_len} and lost their beginning. Raise it, or set "
                 "prompt_overflow='error' to refuse them.", stacklevel=2,
             )  # fmt: skip
@@ -209,8 +208,7 @@ class PromptEncoder:
 
     @functools.cached_property
     def _image_prompts(self) -> ImagePrompts:
-        require(self._model is not None, "image", ..., "be left out here", "no model reads it")
-        return ImagePrompts(str(self._model), self.tokenizer, self.tokenizer.chat_template)
+        return ImagePrompts(self._model, self.tokenizer, self.tokenizer.chat_template)
 
     def images(
         self, rows: Sequence[PromptRow], with_files: bool = False
@@ -223,15 +221,6 @@ class PromptEncoder:
         _, seen, text = self._image_prompts.prompt(row.prompt, row.images, row.index)
         files = self._image_prompts.files(row.prompt, text, row.images) if with_files else {}
         return {**seen, **files}
-
-    @property
-    def num_truncated(self) -> int:
-        """Rows read so far that lost their beginning."""
-        return len(self._truncated)
-
-    def is_truncated(self, index: int) -> bool:
-        """Whether the prompt in row `index` of the data set lost its beginning."""
-        return index in self._truncated
 
     def longest(self, source: PromptSource) -> int:
         """Tokens of the longest prompt of `source`, before any is cut."""
@@ -254,7 +243,7 @@ class PromptEncoder:
                 f"it has {len(ids)} ({text[:60]!r}...)",
                 "Raise max_prompt_len, shorten it, or set prompt_overflow='truncate_left'",
             ).within(f"row {row.index}")  # fmt: skip
-        self._truncated.add(row.index)
+        self.truncated.add(row.index)
         ids = keep_end(ids, self.max_prompt_len, (tokenizer.bos_token_id,))
         is_text = isinstance(row.prompt, str)  # the special tokens of a chat are part of its text
         return ids, str(tokenizer.decode(ids, skip_special_tokens=is_text))

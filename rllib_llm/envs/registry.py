@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
-from rllib_llm.shared.errors import Problems, nearest
+from rllib_llm.shared.errors import Problems, nearest, require
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.ray_compat import registered_env
 
@@ -79,9 +79,8 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
             return registered
         check_name(env)
         env = import_dotted(env, name="env")
-    if not callable(env):
-        rule = "be an environment's name, dotted path, class or creator function"
-        raise Problems("env", rule, value=env)
+    rule = "be an environment's name, dotted path, class or creator function"
+    require(callable(env), "env", env, rule)
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)
@@ -100,8 +99,18 @@ def check_name(env: Any) -> None:
     """Raises Problems for a name that is not registered; dotted paths are not imported."""
     if not isinstance(env, str) or ":" in env or looks_dotted(env) or env in ENVIRONMENTS:
         return
-    if registered_env(env) is None:
-        raise _unknown(env)
+    if registered_env(env) is not None:
+        return
+    if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
+        raise not_batched(env)
+    called = {name: known for known in ENVIRONMENTS for name in (known, known.split("/")[1][:-3])}
+    near = dict.fromkeys(repr(called[name]) for name in nearest(env, called))
+    remedy = f"Did you mean {' or '.join(near)}?" if near else "Check the spelling, or use --import"
+    reason = ""
+    if package := package_of(env):  # such a path gets here where its package is not there
+        reason, remedy = f"there is no module {package!r}", "Put its folder on PYTHONPATH"
+    rule = f"be one of {env_ids()}, a name of ray.tune.register_env, or a dotted path"
+    raise Problems("env", rule, reason, remedy, env)
 
 
 def check_arguments(env: str, env_config: Mapping[str, Any]) -> None:
@@ -144,23 +153,21 @@ def register_envs() -> None:
     """Registers every id with gymnasium and RLlib; calling it again changes nothing."""
     from ray import tune
 
+    def refuse_single(env_id: str, **env_config: Any) -> Any:
+        rule = f"be gymnasium.make_vec({env_id!r}, num_envs=8)"
+        raise Problems(f"gymnasium.make({env_id!r})", rule, "one step judges a whole batch")
+
+    def make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
+        return make(env_id, {"num_envs": num_envs, **env_config})
+
     for env_id in ENVIRONMENTS:
         if env_id not in gymnasium.registry:
             gymnasium.register(
-                env_id, entry_point=functools.partial(_refuse_single, env_id),
-                vector_entry_point=functools.partial(_make_vec, env_id),
+                env_id, entry_point=functools.partial(refuse_single, env_id),
+                vector_entry_point=functools.partial(make_vec, env_id),
             )  # fmt: skip
         if registered_env(env_id) is None:
             tune.register_env(env_id, functools.partial(make, env_id))
-
-
-def _refuse_single(env_id: str, **env_config: Any) -> Any:
-    rule = f"be gymnasium.make_vec({env_id!r}, num_envs=8)"
-    raise Problems(f"gymnasium.make({env_id!r})", rule, "one step judges a whole batch")
-
-
-def _make_vec(env_id: str, num_envs: int = 1, **env_config: Any) -> Any:
-    return make(env_id, {"num_envs": num_envs, **env_config})
 
 
 def register_user_env(env: str) -> bool:
@@ -187,16 +194,3 @@ def not_batched(env: Any) -> Problems:
         "env", "be a gymnasium.vector.VectorEnv", "one step judges a whole batch",
         "Build on rllib_llm.envs.bandit.BanditEnv", env,
     )  # fmt: skip
-
-
-def _unknown(env: str) -> Problems:
-    if env in gymnasium.registry and gymnasium.spec(env).entry_point is not None:
-        return not_batched(env)
-    called = {name: known for known in ENVIRONMENTS for name in (known, known.split("/")[1][:-3])}
-    near = dict.fromkeys(repr(called[name]) for name in nearest(env, called))
-    remedy = f"Did you mean {' or '.join(near)}?" if near else "Check the spelling, or use --import"
-    reason = ""
-    if package := package_of(env):  # such a path gets here where its package is not there
-        reason, remedy = f"there is no module {package!r}", "Put its folder on PYTHONPATH"
-    rule = f"be one of {env_ids()}, a name of ray.tune.register_env, or a dotted path"
-    return Problems("env", rule, reason, remedy, env)

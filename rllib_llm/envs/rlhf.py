@@ -17,8 +17,9 @@ from rllib_llm.envs.judges.rewards import RewardSum, RewardTerm
 from rllib_llm.envs.prompts import PromptSource
 from rllib_llm.envs.settings import CONVERSATION_ENV, ENV_SETTINGS, ConversationSettings
 from rllib_llm.modules.model_source import (
-    check_reference_vocabulary,
-    check_teacher,
+    REFERENCE,
+    TEACHER,
+    check_vocabulary,
     num_embeddings,
     vocabulary_difference,
 )
@@ -91,9 +92,21 @@ def prompt_source(
 def reward_terms(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """The reward model and the reward functions that `settings` name."""
     rewards = as_list(settings["reward_functions"])
-    if settings["reward_model"]:
-        rewards.insert(0, _reward_model_term(settings, tokenizer))
-    return rewards
+    if not settings["reward_model"]:
+        return rewards
+    from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
+
+    chosen = named_model(settings["reward_model"])
+    require(
+        bool(chosen.get("model")) != bool(chosen.get("models")), "env_config.reward_model",
+        settings["reward_model"], "have 'model', or 'models' for several of them",
+        "", "Name its model",
+    )  # fmt: skip
+    weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
+    options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
+    model, models = options.pop("model", None), options.pop("models", None)
+    kind: Any = RewardModelEnsemble if models else RewardModelScorer
+    return [RewardTerm(kind(models or model, **options), weight, name), *rewards]
 
 
 def build_bandit(
@@ -232,7 +245,7 @@ def check_reference(
         "there is no 'model' of the policy either", "Set reference.model",
     )  # fmt: skip
     if model != settings["model"]:
-        check_reference_vocabulary(model, tokenizer)
+        check_vocabulary(REFERENCE, model, tokenizer)
     return {"model": model, **chosen}
 
 
@@ -257,7 +270,7 @@ def frozen_teacher(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     if "url" in chosen:
         made: Any = ServedTeacher(model, **chosen)
     else:
-        check_teacher(model, tokenizer)
+        check_vocabulary(TEACHER, model, tokenizer)
         made = FrozenTeacher(model, **own)
     told = {"top_k": settings["teacher_top_k"], "temperature": settings["temperature"]}
     return functools.partial(made.judge, **told)
@@ -269,22 +282,3 @@ def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         "device": settings["device"], "quantization": settings["frozen_quantization"],
         "products": settings["frozen_products"],
     }  # fmt: skip
-
-
-def _reward_model_term(
-    settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> RewardTerm:
-    from rllib_llm.envs.frozen_models import RewardModelEnsemble, RewardModelScorer
-
-    chosen = named_model(settings["reward_model"])
-    require(
-        bool(chosen.get("model")) != bool(chosen.get("models")), "env_config.reward_model",
-        settings["reward_model"], "have 'model', or 'models' for several of them",
-        "", "Name its model",
-    )  # fmt: skip
-    weight, name = chosen.pop("weight", 1.0), chosen.pop("name", "reward_model")
-    options = {**_frozen_defaults(settings), "tokenizer": tokenizer, **chosen}
-    model, models = options.pop("model", None), options.pop("models", None)
-    if models:
-        return RewardTerm(RewardModelEnsemble(models, **options), weight, name)
-    return RewardTerm(RewardModelScorer(model, **options), weight, name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import report
 from rllib_llm.shared.setting import IN_ENV, Section, Setting, Settings, setting
 
 CONVERSATION_ENV = "rllib_llm/Conversation-v0"
@@ -195,7 +195,5 @@ ENV_SETTINGS = {
 
 
 def check_values(rows: Mapping[str, Setting] = ENV_SETTINGS, /, **values: Any) -> None:
-    """Raises Problems for the first of `values` that its row refuses."""
-    for name, value in values.items():
-        if (error := rows[name].problem(value)) is not None:
-            raise Problems([error])
+    """Raises Problems for those of `values` that their rows refuse."""
+    report(filter(None, (rows[name].problem(value) for name, value in values.items())))

@@ -141,9 +141,14 @@ def restore_rows(whole: Tensor, parts: list[Tensor], rows: list[Tensor]) -> Tens
 def row_lengths(batch: dict[str, Tensor]) -> Tensor:
     """Number of tokens that a model reads of each row over all its sequences, int64 [batch] on the
     host."""
-    lengths = [_num_read(batch, name) for name in (*_LEFT_PADDED, *_RIGHT_PADDED) if name in batch]
-    if not lengths:
-        raise ValueError(f"a batch must have a mask, and has {sorted(batch)}")
+    lengths = []
+    for name in (*_LEFT_PADDED, *_RIGHT_PADDED):
+        if name in batch:
+            read = _last_read(batch, name)
+            (mask,) = columns.fetched([read])
+            whole = read is batch[name]
+            lengths.append(mask.sum(dim=1) if whole else _num_up_to_last(mask))
+    assert lengths, f"a batch has a mask, and this has {sorted(batch)}"
     return torch.stack(lengths).sum(dim=0)
 
 
@@ -171,13 +176,6 @@ def _last_read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
     since what follows from those after it is of no use."""
     of_completions = mask_name == columns.COMPLETION_MASK and columns.LOSS_MASK in batch
     return columns.sampled_mask(batch) if of_completions else batch[mask_name]
-
-
-def _num_read(batch: dict[str, Tensor], mask_name: str) -> Tensor:
-    """How many tokens of each row a model reads, int64 [batch]."""
-    read = _last_read(batch, mask_name)
-    (mask,) = columns.fetched([read])
-    return mask.sum(dim=1) if read is batch[mask_name] else _num_up_to_last(mask)
 
 
 def _num_up_to_last(mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ With the strategy "ddp" each learner holds all weights, with "fsdp" a share (`sh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,8 +46,9 @@ from rllib_llm.learners.optimizer import (
     offloaded_step,
     whole_state,
 )
-from rllib_llm.learners.sharding import GradientSums, clip_gradients_, gradient_norm
+from rllib_llm.learners.sharding import GradientSums, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
+from rllib_llm.modules.shards import local_data
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import IMAGE_ROW, moved, remember_all
@@ -75,21 +77,20 @@ class LanguageModelLearner(SharedPasses):
         self._num_parameters: dict[str, dict[str, int]] = {}  # of each module
         self._listener = Listener("learner") if self.config.num_learners else None
         with self._listening():
-            self._build()
+            super().build()
+            if torch.device(self._device).type == "cpu":
+                keep_freed_memory()
+            # Where a seed is set RLlib has torch compute deterministically, which then also fills
+            # all memory that it hands out before it is written: a twentieth of the time, and no
+            # number.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            module = self.module[DEFAULT_MODULE_ID].unwrapped()
+            self.weights_exporter = WeightsExporter(module)
+            if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
+                module.compile(self._torch_compile_cfg)
+            self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
             if self._listener is not None:
                 self._listener.speaker = f"learner {self.rank}"
-
-    def _build(self) -> None:
-        super().build()
-        if torch.device(self._device).type == "cpu":
-            keep_freed_memory()
-        # Where a seed is set RLlib has torch compute deterministically, which then also fills all
-        # memory that it hands out before it is written: a twentieth of the time, and no number.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        self.weights_exporter = WeightsExporter(self.module[DEFAULT_MODULE_ID].unwrapped())
-        if self.config.torch_compile_learner:  # RLlib leaves out modules inside a MultiRLModule
-            self.module[DEFAULT_MODULE_ID].unwrapped().compile(self._torch_compile_cfg)
-        self._refusals = RefusedUpdates(self.config.refused_batch_dir, self.rank)
 
     def _listening(self) -> AbstractContextManager[Any]:
         """Records warnings and log lines while a block runs, if this process is an actor."""
@@ -99,11 +100,15 @@ class LanguageModelLearner(SharedPasses):
         """Values returned with an update under `REPORT`: messages of this process, and its share of
         the means over all learners. (RLlib's logger, which handles `metrics`, takes 0.1 ms for each
         name.)"""
-        return {
-            MESSAGES: self.take_messages(),
-            MEANS: self._take_means(),
-            NUM_PARAMETERS: self._num_parameters,
-        }
+        shares = {f"effective/{name}": value for name, value in self.effective.pop().items()}
+        shares["num_refused_updates"] = self._refusals.num_refused
+        shares = {name: value / self.world_size for name, value in shares.items()}
+        for name, value in self.means.pop(uncounted="grad_norm").items():
+            if math.isfinite(value):
+                is_whole = name in ("lr", "grad_norm")  # each learner has all of it
+                shares[name] = value / self.world_size if is_whole else value
+        messages = self.take_messages()
+        return {MESSAGES: messages, MEANS: shares, NUM_PARAMETERS: self._num_parameters}
 
     def take_messages(self) -> list[TrialMessage]:
         """The messages of an actor since the last call."""
@@ -223,7 +228,14 @@ class LanguageModelLearner(SharedPasses):
             if version is not None:
                 self._weights_seq_no = version
             self._weights_seq_no += 1
-            minibatches = list(self._minibatches(rows))
+            # A function of seed and update count.
+            generator = torch.Generator().manual_seed(
+                (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
+            )
+            size = (self.config.minibatch_size or 0) * self.world_size or None
+            minibatches = [*minibatch_indices(
+                _num_rows(rows), size, self.config.num_epochs, generator
+            )]  # fmt: skip
             self.start_update(rows, minibatches)
             with self._training(self._weights_seq_no):
                 for indices in minibatches:
@@ -275,16 +287,6 @@ class LanguageModelLearner(SharedPasses):
         remember_all(there)
         return there
 
-    def _minibatches(self, rows: Batch) -> Iterator[torch.Tensor]:
-        """Row indices of every mini-batch of every epoch: a function of seed and update count."""
-        num_rows = _num_rows(rows)
-        size = self.config.minibatch_size
-        generator = torch.Generator().manual_seed(
-            (self.config.seed or 0) * 1_000_003 + self._weights_seq_no
-        )
-        size = size * self.world_size if size else num_rows
-        return minibatch_indices(num_rows, size, self.config.num_epochs, generator)
-
     @contextmanager
     def _training(self, place: int) -> Iterator[None]:
         """Seeds dropout. Afterwards the module is in eval mode: a sampler may share it."""
@@ -328,7 +330,9 @@ class LanguageModelLearner(SharedPasses):
     def _passes(self, minibatch: Batch) -> torch.Tensor:
         """Adds the gradient of the mini-batch's loss; this learner's share of the loss."""
         total = torch.zeros((), device=self._device)
-        losses = self._losses(minibatch)
+        options = self.forward_options()
+        loss_of = partial(self._loss, options=options)
+        losses = itertools.chain(self.losses_of(minibatch, loss_of, options), self.extra_losses())
         following = next(losses, None)
         while following is not None:
             compute, following = following, next(losses, None)
@@ -338,12 +342,6 @@ class LanguageModelLearner(SharedPasses):
                 self.backward(loss)
             total += loss.detach().reshape(())
         return total
-
-    def _losses(self, minibatch: Batch) -> Iterator[Callable[[], torch.Tensor]]:
-        """Functions that compute the losses of the mini-batch, a pass each."""
-        options = self.forward_options()
-        yield from self.losses_of(minibatch, partial(self._loss, options=options), options)
-        yield from self.extra_losses()
 
     def losses_of(
         self, batch: Batch, loss: Callable[[Batch], torch.Tensor], options: dict[str, Any]
@@ -355,7 +353,9 @@ class LanguageModelLearner(SharedPasses):
             yield partial(self._idle_loss, idle, options)
 
     def _idle_loss(self, idle: Batch, options: dict[str, Any]) -> torch.Tensor:
-        return zero_loss(self.forward(idle, **options))
+        """A loss of 0 that goes through everything the outputs came from."""
+        outputs = self.forward(idle, **options).values()
+        return sum(0.0 * output.sum() for output in outputs if output.requires_grad)
 
     def _loss(self, micro_batch: Batch, options: dict[str, Any]) -> torch.Tensor:
         outputs = self.forward(micro_batch, **options)
@@ -389,7 +389,12 @@ class LanguageModelLearner(SharedPasses):
             return
         self._refusals.num_in_a_row = 0
         if self.config.grad_clip is not None:
-            clip_gradients_(grads, norm, self.effective.use("grad_clip", self.config.grad_clip))
+            limit = self.effective.use("grad_clip", self.config.grad_clip)
+            # As torch.nn.utils.clip_grad_norm_, which does not ask the device either whether it is
+            # below 1; of shards as well.
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                local_data(grad).mul_(factor.to(grad.device))
         for optimizer in self._named_optimizers.values():
             self._set_optimizer_lr(optimizer, self.learning_rate)
             if self.config.optimizer_offload:
@@ -410,16 +415,6 @@ class LanguageModelLearner(SharedPasses):
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [param for param in self._params.values() if param.requires_grad]
-
-    def _take_means(self) -> dict[str, float]:
-        local_only = {"lr", "grad_norm"}  # each learner has the whole
-        shares = {f"effective/{name}": value for name, value in self.effective.pop().items()}
-        shares["num_refused_updates"] = self._refusals.num_refused
-        shares = {name: value / self.world_size for name, value in shares.items()}
-        for name, value in self.means.pop(uncounted="grad_norm").items():
-            if math.isfinite(value):
-                shares[name] = value / self.world_size if name in local_only else value
-        return shares
 
     def _log_trainable_parameters(self) -> None:
         """Reports the number of trainable parameters with each update; RLlib logs it once and then
@@ -475,8 +470,3 @@ class LanguageModelLearner(SharedPasses):
 
 def _num_rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
-
-
-def zero_loss(outputs: Batch) -> torch.Tensor:
-    """A loss of 0 that goes through everything the outputs came from."""
-    return sum(0.0 * output.sum() for output in outputs.values() if output.requires_grad)

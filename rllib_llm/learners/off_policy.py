@@ -91,35 +91,29 @@ class OffPolicyCorrection:
             proximal = off_policy.loglinear_proximal(logprobs, behaviour, age)
             batch = {**batch, columns.OLD_LOGPROBS: proximal.where(mask, 0.0)}
         if self._is_first:
-            self._log_mismatch(batch, off_policy.log_ratio(logprobs, behaviour, mask), mask)
+            own = off_policy.log_ratio(logprobs, behaviour, mask)
+            for name in ("k1", "k3"):
+                value = off_policy.mismatch(own, name)
+                self._means.add_total(f"off_policy/{name}", value.where(mask, 0.0).sum())
+                for lag, of_lag in self._by_lag(batch, mask):
+                    total = value.where(of_lag, 0.0).sum()
+                    self._means.add_total(f"off_policy/{name}_lag_{lag}", total)
         # Without a proximal policy it is the present one that the sampler's is compared with.
         proximal = logprobs if self._mode == "bypass" else batch[columns.OLD_LOGPROBS]
         log_ratios = off_policy.log_ratio(proximal, behaviour, mask)
-        weights = self._bounded_weights(log_ratios, mask)
+        weights = None
+        if self._weights is not None:
+            found = off_policy.importance_weights(log_ratios, mask, **self._weights)
+            weights, counted = found.weights, found.weights.where(mask, 0.0)
+            self._means.add_total("off_policy/weight", counted.sum())
+            self._means.add_total("off_policy/weight_square", counted.square().sum())
+            self._means.add_total("off_policy/bounded_share", found.bounded.sum())
         if self._rejection is None:
             self._means.add_total("off_policy/rejected_share", 0.0)
             return batch, weights
         kept = off_policy.kept_tokens(log_ratios, mask, **self._rejection)
         self._means.add_total("off_policy/rejected_share", (mask & ~kept).sum())
         return batch, kept.float() if weights is None else weights * kept
-
-    def _bounded_weights(self, log_ratios: Tensor, mask: Tensor) -> Tensor | None:
-        if self._weights is None:
-            return None
-        found = off_policy.importance_weights(log_ratios, mask, **self._weights)
-        counted = found.weights.where(mask, 0.0)
-        self._means.add_total("off_policy/weight", counted.sum())
-        self._means.add_total("off_policy/weight_square", counted.square().sum())
-        self._means.add_total("off_policy/bounded_share", found.bounded.sum())
-        return found.weights
-
-    def _log_mismatch(self, batch: Batch, log_ratios: Tensor, mask: Tensor) -> None:
-        for name in ("k1", "k3"):
-            value = off_policy.mismatch(log_ratios, name)
-            self._means.add_total(f"off_policy/{name}", value.where(mask, 0.0).sum())
-            for lag, of_lag in self._by_lag(batch, mask):
-                total = value.where(of_lag, 0.0).sum()
-                self._means.add_total(f"off_policy/{name}_lag_{lag}", total)
 
     def _by_lag(self, batch: Batch, mask: Tensor) -> list[tuple[int, Tensor]]:
         """(age, mask [B, T] of the tokens of that age), if the batch has weight versions."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rllib_llm.learners.sharding import buckets, shard_optimizer_state
-from rllib_llm.modules.shards import gather
+from rllib_llm.learners.sharding import buckets
+from rllib_llm.modules.shards import gather, shard_like
 
 # --- which weights decay ------------------------------------------------------------------------
 
@@ -172,10 +172,17 @@ def load_state(
     """
     grouped = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): i for i, param in enumerate(grouped)}
-    moments = shard_optimizer_state(state["state"], list(params))
-    optimizer.load_state_dict(
-        {
-            "state": {place[id(params[i])]: entry for i, entry in moments.items()},
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
+
+    def cut(value: Any, param: nn.Parameter) -> Any:
+        """A copy, cut as the parameter is where it has its shape."""
+        if isinstance(value, int):
+            return value
+        value = torch.as_tensor(value)
+        return shard_like(value, param) if value.shape == param.shape else value.clone()
+
+    moments = {
+        place[id(params[i])]: {name: cut(value, params[i]) for name, value in entry.items()}
+        for i, entry in state["state"].items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})

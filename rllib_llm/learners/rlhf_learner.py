@@ -17,10 +17,10 @@ from rllib_llm.learners.batching import take_rows
 from rllib_llm.learners.language_model_learner import LanguageModelLearner
 from rllib_llm.learners.shared_passes import Batch, frozen_policy, own_reference
 from rllib_llm.modules.logprobs import ReferencePolicy, Teacher
-from rllib_llm.modules.model_source import check_teacher
+from rllib_llm.modules.model_source import TEACHER, check_vocabulary
 from rllib_llm.numerics import losses, scores
 from rllib_llm.numerics.advantages import masked_whiten, token_rewards
-from rllib_llm.numerics.kl import AdaptiveKLCoefficient, FixedKLCoefficient, kl_estimate
+from rllib_llm.numerics.kl import KLCoefficient, kl_estimate
 from rllib_llm.numerics.scores import RolloutRows, with_turn_rewards
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
@@ -35,11 +35,9 @@ class RLHFLearner(LanguageModelLearner):
     """Policy-gradient learner for whole completions; see the module docstring."""
 
     def build(self) -> None:
-        target, coeff = self.config.ref_kl_target, self.config.ref_kl_coeff
-        self.ref_kl: FixedKLCoefficient | AdaptiveKLCoefficient = (
-            FixedKLCoefficient(coeff) if target is None
-            else AdaptiveKLCoefficient(coeff, target, self.config.ref_kl_horizon)
-        )  # fmt: skip
+        self.ref_kl = KLCoefficient(
+            self.config.ref_kl_coeff, self.config.ref_kl_target, self.config.ref_kl_horizon
+        )
         self.entropy_coeff: AdaptiveEntropyCoefficient | None = None  # where there is a target
         if (target := self.config.entropy_target) is not None:
             from rllib_llm.numerics.entropy import AdaptiveEntropyCoefficient  # few runs need it
@@ -58,7 +56,11 @@ class RLHFLearner(LanguageModelLearner):
 
             self.correction = OffPolicyCorrection.from_config(self.config, self.means)
         self._averages: list[MovingAverage] = []  # frozen copies that follow the policy
-        self.reference = self._make_reference()
+        # Of its own, unless the environment has it or the KL is off.
+        place, is_on = self.config.reference_place, bool(self.config.ref_kl_coeff)
+        self.reference: ReferencePolicy | None = None
+        if is_on and place != "environment":
+            self.reference = own_reference(self, copy=place != "policy")
         every, mix = self.config.reference_update_every, self.config.reference_update_mix
         self._follow(self.reference, every, mix)
         self.teacher = self._make_teacher()
@@ -167,14 +169,6 @@ class RLHFLearner(LanguageModelLearner):
         entropy = -logprobs.double().where(mask, 0.0).sum() / mask.sum()
         coeff.update(float(entropy))
 
-    def _make_reference(self) -> ReferencePolicy | None:
-        """The reference that this learner owns. None where the environment has it or the KL is
-        off."""
-        place = self.config.reference_place
-        if place == "environment" or not self.config.ref_kl_coeff:
-            return None
-        return own_reference(self, copy=place != "policy")
-
     def _make_teacher(self) -> ReferencePolicy | None:
         """The teacher that this learner owns. None where the environment has it, or none is."""
         config, chosen = self.config, dict(self.config.teacher_settings)
@@ -185,7 +179,8 @@ class RLHFLearner(LanguageModelLearner):
             teacher = own_reference(self, copy=config.lora is None)
             self._follow(teacher, config.teacher_update_every, config.teacher_update_mix)
             return teacher
-        check_teacher(source, self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer)
+        tokenizer = self.module[DEFAULT_MODULE_ID].unwrapped().tokenizer
+        check_vocabulary(TEACHER, source, tokenizer)
         return ReferencePolicy(frozen_policy(self, source, **chosen))
 
     def _add_teacher(self, batch: Batch) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
-from rllib_llm.modules.shards import local_data, shard_like
+from rllib_llm.modules.shards import local_data
 from rllib_llm.modules.trunk import reads_dense, take_apart
 
 _BUCKET_BYTES = 64 * 1024**2
@@ -108,29 +108,6 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
     torch.distributed.all_reduce(square)
     return square.sqrt()
-
-
-def clip_gradients_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
-    """Scales gradients, or shards of them, of total `norm` to at most `limit`, in place."""
-    # As torch.nn.utils.clip_grad_norm_, which does not ask the device either whether it is below 1.
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        local_data(grad).mul_(factor.to(grad.device))
-
-
-def shard_optimizer_state(state: dict[int, Any], params: list[nn.Parameter]) -> dict[int, Any]:
-    """An optimiser's whole state, by parameter number, copied and cut as its parameters are."""
-
-    def cut(value: Any, param: nn.Parameter) -> Any:
-        if isinstance(value, int):
-            return value
-        value = torch.as_tensor(value)
-        return shard_like(value, param) if value.shape == param.shape else value.clone()
-
-    return {
-        index: {name: cut(value, params[index]) for name, value in entry.items()}
-        for index, entry in state.items()
-    }
 
 
 class GradientSums:

@@ -8,6 +8,7 @@ A learner's shares are a function of the batch, which all learners have: they ne
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -33,7 +34,6 @@ from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_o
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
-from rllib_llm.shared.process import until_it_fits
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -126,19 +126,21 @@ class SharedPasses(TorchLearner):
             torch.OutOfMemoryError: a row is too much, or there are shards, whose passes all
                 learners have to make equally often.
         """
-
-        def make_smaller() -> str | None:
-            rows = max(len(part) for part in self.micro_batch_rows(batch))
-            if rows == 1 or self.is_sharded:
-                return None
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                rows = max(len(part) for part in self.micro_batch_rows(batch))
+                if rows == 1 or self.is_sharded:
+                    raise
+            # Out of the handler, since what was raised holds on to the tensors.
             self._num_parts *= 2
-            return (
+            warnings.warn(
                 f"{rows} rows at once do not fit into the GPU's memory: micro-batches are cut into "
                 f"{self._num_parts} from now on, which changes speed only. micro_batch_tokens or "
-                "micro_batch_size says so from the start."
-            )
-
-        return until_it_fits(run, make_smaller)
+                "micro_batch_size says so from the start.", stacklevel=2,
+            )  # fmt: skip
+            torch.cuda.empty_cache()
 
     def idle_rounds(self, batch: Batch) -> Iterator[Batch]:
         """The shortest row of `batch`, as often as another learner has more micro-batches of it.

@@ -227,7 +227,14 @@ class DPOLearner(LanguageModelLearner):
             return None
         total = torch.zeros((), device=self._device)
         if len(batch[columns.CHOSEN_IDS]) > 1:
-            mismatched = _with_others_prompts(batch)
+            prompts = [columns.PROMPT_IDS, columns.PROMPT_MASK]
+            prompts += [name for name in batch if name == columns.IMAGE_ROW or is_image(name)]
+            answers = (
+                columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.REJECTED_IDS,
+                columns.REJECTED_MASK, columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK,
+            )  # fmt: skip
+            mismatched = {name: batch[name] for name in prompts}
+            mismatched |= {n: batch[n].roll(1, dims=0) for n in answers if n in batch}
             mismatched |= self._reference_logprobs(mismatched)
             for micro_batch, outputs in self.evaluated(mismatched):
                 total += torch.cat(_log_ratios(micro_batch, outputs)).sum()
@@ -242,16 +249,3 @@ def _log_ratios(batch: Batch, outputs: Batch) -> tuple[torch.Tensor, torch.Tenso
         return chosen, rejected
     ref_chosen, ref_rejected = (batch[name] for name in REF_LOGPROBS)
     return chosen - ref_chosen, rejected - ref_rejected
-
-
-def _with_others_prompts(batch: Batch) -> Batch:
-    """Each pair's completions after the prompt of another pair."""
-    prompts = [columns.PROMPT_IDS, columns.PROMPT_MASK]
-    prompts += [name for name in batch if name == columns.IMAGE_ROW or is_image(name)]
-    answers = (
-        columns.CHOSEN_IDS, columns.CHOSEN_MASK, columns.REJECTED_IDS, columns.REJECTED_MASK,
-        columns.CHOSEN_LOSS_MASK, columns.REJECTED_LOSS_MASK,
-    )  # fmt: skip
-    return {name: batch[name] for name in prompts} | {
-        name: batch[name].roll(1, dims=0) for name in answers if name in batch
-    }

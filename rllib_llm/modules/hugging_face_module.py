@@ -127,7 +127,10 @@ class HuggingFaceModule(TorchRLModule):
         models = [part for part in self.children() if isinstance(part, PreTrainedModel)]
         for model in (*models, *(made.model for made in self._copies.values())):
             for part in model.modules():
-                part.training = mode and _has_train_mode(part)
+                is_used = isinstance(
+                    part, nn.modules.dropout._DropoutNd | GradientCheckpointingLayer
+                ) or getattr(part, "gradient_checkpointing", False)
+                part.training = mode and is_used
         return self
 
     # --- memory and speed --------------------------------------------------------------------
@@ -307,9 +310,13 @@ class HuggingFaceModule(TorchRLModule):
             FileNotFoundError: `folder` holds no model.
             ValueError: it holds another architecture.
         """
-        own = self.own_tensors()
-        adapted = has_adapters(self.model)
-        read = read_adapters(folder, self.model) if adapted else _read_weights(Path(folder))
+        own, files = self.own_tensors(), sorted(Path(folder).glob("model*.safetensors"))
+        if has_adapters(self.model):
+            read = read_adapters(folder, self.model)
+        elif files:
+            read = {name: t for file in files for name, t in load_file(str(file)).items()}
+        else:
+            raise FileNotFoundError(f"checkpoint={str(folder)!r} must hold model.safetensors")
         state = {TRUNK + name: tensor for name, tensor in read.items()}
         for tied, source in _tied_names(own).items():
             state.setdefault(tied, state.get(source))
@@ -331,13 +338,6 @@ class HuggingFaceModule(TorchRLModule):
         self.load_pretrained(path)
 
 
-def _has_train_mode(part: nn.Module) -> bool:
-    """Whether a part has a train mode that training here uses."""
-    return isinstance(part, nn.modules.dropout._DropoutNd | GradientCheckpointingLayer) or getattr(
-        part, "gradient_checkpointing", False
-    )
-
-
 def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:
     """The names of tied tensors: each name -> the other name of the same tensor."""
     first: dict[int, str] = {}
@@ -347,10 +347,3 @@ def _tied_names(own: dict[str, torch.Tensor]) -> dict[str, str]:
         if other != name:
             tied[name], tied[other] = other, name
     return tied
-
-
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    shards = sorted(folder.glob("model*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"checkpoint={str(folder)!r} must hold model.safetensors")
-    return {name: tensor for shard in shards for name, tensor in load_file(str(shard)).items()}

@@ -330,7 +330,7 @@ def is_fusible(trunk: nn.Module) -> bool:
         and mlp.down_proj.bias is None
         and attention.o_proj.bias is None
         and all(_is_own(part, trunk) for part in trunk.modules())
-        and all(_is_plain_on_cpu(parameter) for parameter in trunk.parameters())
+        and all(p.device.type == "cpu" and is_plain_tensor(p) for p in trunk.parameters())
         and {parameter.dtype for parameter in trunk.parameters()} in _DTYPES
     )
 
@@ -339,10 +339,6 @@ def _is_own(part: nn.Module, trunk: nn.Module) -> bool:
     """Whether it is a part that transformers builds such a trunk from, as it was built."""
     own = type(part) in _COMMON_PARTS or type(part).__module__ == type(trunk).__module__
     return own and is_plain(part) and part._compiled_call_impl is None
-
-
-def _is_plain_on_cpu(parameter: Tensor) -> bool:
-    return parameter.device.type == "cpu" and is_plain_tensor(parameter)
 
 
 def fused_hidden(trunk: PreTrainedModel, wanted: WantedTokens) -> Tensor:

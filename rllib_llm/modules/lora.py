@@ -152,8 +152,17 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
     from peft import inject_adapter_in_model
 
     settings = peft_config(lora)
-    frozen = [part for part in other_parts(model) if not _names_part(settings, part)]
-    settings.exclude_modules = _with_parts(settings.exclude_modules, frozen)
+    targets = settings.target_modules  # peft matches them with names of layers
+    named = [targets] if isinstance(targets, str) else targets
+    frozen = [part for part in other_parts(model)
+              if not any(part.rpartition(".")[2] in target for target in named)]  # fmt: skip
+    if frozen:  # beside peft's own, a regular expression or names
+        excluded = settings.exclude_modules
+        patterns = [excluded] if isinstance(excluded, str) else [
+            rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded or ())
+        ]  # fmt: skip
+        patterns += [rf"{re.escape(part)}(\..*)?" for part in frozen]
+        settings.exclude_modules = "|".join(f"(?:{each})" for each in patterns)
     layers = {name.rpartition(".")[2] for name, module in model.named_modules()
               if isinstance(module, (nn.Linear, Conv1D))}  # fmt: skip
     model.requires_grad_(False)
@@ -178,22 +187,6 @@ def add_adapters(model: Any, lora: dict[str, Any], *, seed: int = 0) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()
-
-
-def _names_part(settings: Any, part: str) -> bool:
-    """Whether target_modules, which peft matches with names of layers, name a part of the model."""
-    targets, name = settings.target_modules, part.rpartition(".")[2]
-    return any(name in target for target in ([targets] if isinstance(targets, str) else targets))
-
-
-def _with_parts(excluded: Any, parts: Sequence[str]) -> Any:
-    """peft's exclude_modules, a regular expression or names, and all of so named parts."""
-    if not parts:
-        return excluded
-    names = [excluded] if isinstance(excluded, str) else [
-        rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded or ())
-    ]  # fmt: skip
-    return "|".join(f"(?:{each})" for each in [*names, *(rf"{re.escape(p)}(\..*)?" for p in parts)])
 
 
 def _no_such_layers(targets: Any, layers: set[str]) -> Problems:
@@ -377,30 +370,19 @@ def _take_quantized_weights(plain: nn.Module, adapted: nn.Module) -> None:
     targets = dict(plain.named_modules())
     for name, layer in adapted.named_modules():
         target = targets.get(name.removesuffix(".base_layer"))
-        if target is None or not _is_quantized(layer):
+        held = getattr(layer, "weight", None)
+        # Sharded weights are plain ones in pieces.
+        if target is None or held is None or isinstance(held, DTensor):
             continue
-        weight = _dense_weight(layer)
+        if type(held).__module__.startswith("bitsandbytes"):
+            from peft.utils.integrations import dequantize_bnb_weight
+
+            weight = dequantize_bnb_weight(held, state=getattr(layer, "state", None))
+        elif is_plain_tensor(held.data):
+            continue
+        else:
+            weight = held.dequantize()
         target.weight.copy_(weight.T if isinstance(target, Conv1D) else weight)
-
-
-def _is_quantized(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    if weight is None or isinstance(weight, DTensor):  # sharded weights are plain ones in pieces
-        return False
-    return not is_plain_tensor(weight.data) or _is_bitsandbytes(weight)
-
-
-def _is_bitsandbytes(weight: Any) -> bool:
-    return type(weight).__module__.startswith("bitsandbytes")
-
-
-def _dense_weight(layer: nn.Module) -> torch.Tensor:
-    """The weight [out, in] of a quantised linear layer as floats."""
-    if _is_bitsandbytes(layer.weight):
-        from peft.utils.integrations import dequantize_bnb_weight
-
-        return dequantize_bnb_weight(layer.weight, state=getattr(layer, "state", None))
-    return layer.weight.dequantize()
 
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"

@@ -290,22 +290,21 @@ def text_config(source: Any) -> Any:
     return getattr(source, "config", source).get_text_config(decoder=True)
 
 
-def check_reference_vocabulary(
-    reference: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
+REFERENCE, TEACHER = "reference.model", "teacher"  # settings of models beside the policy
+_OTHERWISE = {
+    REFERENCE: "Leave reference out",
+    TEACHER: "Take a teacher of the same family, or train on its texts with SFT",
+}
+
+
+def check_vocabulary(
+    setting: str, model: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ValueError where a reference reads the policy's `tokenizer` otherwise; see
-    `vocabulary_difference`."""
-    if difference := vocabulary_difference(reference, tokenizer, "its"):
-        rule, remedy = "have the vocabulary of the policy", "Leave reference out"
-        raise Problems("reference.model", rule, difference, remedy, str(reference))
-
-
-def check_teacher(teacher: str | os.PathLike, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises Problems where a teacher reads the policy's `tokenizer` otherwise."""
-    difference = vocabulary_difference(teacher, tokenizer, "its")
-    require(not difference, "teacher", str(teacher), "have the vocabulary of the policy",
-            difference, "Take a teacher of the same family, or train on its texts with SFT"
-            )  # fmt: skip
+    """Raises Problems where the model of a setting, `REFERENCE` or `TEACHER`, reads the policy's
+    `tokenizer` otherwise; see `vocabulary_difference`."""
+    difference = vocabulary_difference(model, tokenizer, "its")
+    require(not difference, setting, str(model), "have the vocabulary of the policy", difference,
+            _OTHERWISE[setting])  # fmt: skip
 
 
 def vocabulary_difference(

@@ -175,9 +175,17 @@ def load_sequence_classifier(
             AutoModelForSequenceClassification, value, kind, dtype=dtype, **placement
         )
     elif needs_head:
-        network = _classifier_on_trunk(network, config)
+        trunk = network.base_model  # whose weights the classifier shares
+        with torch.random.fork_rng(devices=[]):
+            network = AutoModelForSequenceClassification.from_config(config)
+        network.base_model.load_state_dict(trunk.state_dict(), strict=False)
     if needs_head:
-        _init_head(score_head(network), seed)
+        head, generator = score_head(network), torch.Generator().manual_seed(seed)
+        drawn = torch.randn(head.weight.shape, generator=generator)
+        with torch.no_grad():
+            head.weight.copy_(drawn / math.sqrt(head.in_features + 1))
+            if head.bias is not None:
+                head.bias.zero_()
     return _finish(network, dtype, device)
 
 
@@ -246,23 +254,6 @@ def _from_pretrained(auto_class: Any, value: str, kind: str, **kwargs: Any) -> P
     took = time.monotonic() - start
     logger.info("Loaded %s from %r in %.1f s.", type(network).__name__, value, took)
     return network
-
-
-def _classifier_on_trunk(network: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """A sequence classifier that shares the weights of `network`'s trunk."""
-    with torch.random.fork_rng(devices=[]):
-        classifier = AutoModelForSequenceClassification.from_config(config)
-    classifier.base_model.load_state_dict(network.base_model.state_dict(), strict=False)
-    return classifier
-
-
-def _init_head(head: nn.Linear, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if head.bias is not None:
-            head.bias.zero_()
 
 
 def _finish(network: Any, dtype: torch.dtype, device: Any) -> PreTrainedModel:

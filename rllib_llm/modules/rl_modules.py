@@ -86,7 +86,17 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
             config["pretrained_model"], chat_template=config.get("chat_template"),
             template_settings=config.get("template_settings"),
         )  # fmt: skip
-        self.model = _load_policy(config)
+        lora, dtype = config.get("lora"), config["dtype"]
+        if lora is None:
+            self.model = load_causal_lm(config["pretrained_model"], dtype=dtype)
+        else:
+            from rllib_llm.modules.frozen import load_quantized  # only adapters stand on such
+
+            self.model = load_quantized(
+                load_causal_lm, config["pretrained_model"], dtype=dtype,
+                quantization=config.get("quantization", "none"),
+            )  # fmt: skip
+            add_adapters(self.model, lora, seed=config.get("seed", 0))
         self.freeze_towers()
         if config.get("router_aux_coeff") or config.get("routing_replay"):
             routers_of(self.model)  # raises where it has none
@@ -275,21 +285,6 @@ def _state_size(model: Any) -> int:
     width that it computes in: OPT-350m has 512 and 1024."""
     head = model.get_output_embeddings()
     return text_config(model).hidden_size if head is None else head.weight.shape[-1]
-
-
-def _load_policy(config: dict[str, Any]) -> nn.Module:
-    lora = config.get("lora")
-    if lora is None:
-        return load_causal_lm(config["pretrained_model"], dtype=config["dtype"])
-    # Here, since only adapters stand on a frozen model.
-    from rllib_llm.modules.frozen import load_quantized
-
-    bits, dtype = config.get("quantization", "none"), config["dtype"]
-    model = load_quantized(
-        load_causal_lm, config["pretrained_model"], quantization=bits, dtype=dtype
-    )
-    add_adapters(model, lora, seed=config.get("seed", 0))
-    return model
 
 
 def _separate_critic(

@@ -29,7 +29,7 @@ from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.packing import WantedTokens
 from rllib_llm.numerics.losses import load_balancing_loss
 from rllib_llm.shared.columns import UNKNOWN_EXPERT
-from rllib_llm.shared.errors import Problems
+from rllib_llm.shared.errors import Problems, require
 
 # Between a router's weights and ours. Half precision rounds them; a wrong rule is off by a tenth.
 _TOLERANCE = 0.02
@@ -132,13 +132,11 @@ def routers_of(model: Any) -> Routers:
         found = _declared(text_decoder(model))
         name, rule = type(model).__name__, "be a mixture of experts"
         remedy = "Leave out router_aux_coeff and routing_replay"
-        if not found:
-            reason = "it is dense: there are no routers"
-            raise Problems("model", rule, reason, remedy, name)
+        require(found, "model", name, rule, "it is dense: there are no routers", remedy)
         routers = Routers(found, bool(getattr(found[0], "norm_topk_prob", True)))
-        if not _weighs_as_expected(model, routers):
-            reason = "experts' weights are not their probabilities, as in Qwen3-MoE and Mixtral"
-            raise Problems("model", f"{rule} that are chosen by softmax", reason, remedy, name)
+        reason = "experts' weights are not their probabilities, as in Qwen3-MoE and Mixtral"
+        require(_weighs_as_expected(model, routers), "model", name,
+                f"{rule} that are chosen by softmax", reason, remedy)  # fmt: skip
         _known[model] = routers
     return _known[model]
 

@@ -28,7 +28,7 @@ from rllib_llm.modules.model_source import (
     text_config,
 )
 from rllib_llm.modules.multimodal import processor_template
-from rllib_llm.shared.chat_templates import not_variables
+from rllib_llm.shared.chat_templates import check_variables
 from rllib_llm.shared.errors import report, require, warning
 
 
@@ -60,7 +60,12 @@ def load_tokenizer(
             tokenizer.chat_template = processor_template(value)
         sources = (config, tokenizer, load_generation_config(value))
         num_embeddings = text_config(config).vocab_size
-    _check_vocabulary(tokenizer, num_embeddings)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    require(
+        largest < num_embeddings, "the tokenizer's largest id", largest,
+        f"be below {num_embeddings}, the rows of the model's embedding", "",
+        "Call model.resize_token_embeddings(len(tokenizer)) and save the model again",
+    )  # fmt: skip
     ensure_pad_token(tokenizer, eos_token_ids(*sources))
     return with_chat_template(tokenizer, chat_template, template_settings)
 
@@ -84,12 +89,11 @@ def with_chat_template(
     given = tokenizer.chat_template or ""
     templates = given if isinstance(given, dict) else {"": given}
     settings = dict(template_settings or {})
-    name, everything = "template_settings", "".join(templates.values())
-    rule = "hold variables of the chat template alone"
-    taken = sorted(not_variables().intersection(settings))
-    require(not taken, name, settings, rule, f"{taken} are set by its caller")
+    everything = "".join(templates.values())
+    check_variables("template_settings", settings)
     if idle := [each for each in settings if each not in everything]:
-        report([warning(name, rule, f"it does not name {idle}", "Leave them out", settings)])
+        rule, reason = "hold variables of the chat template alone", f"it does not name {idle}"
+        report([warning("template_settings", rule, reason, "Leave them out", settings)])
     values = "".join(
         f"{{% if {each} is not defined %}}{{% set {each} = {value!r} %}}{{% endif %}}"
         for each, value in settings.items()
@@ -175,29 +179,14 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...
     ends = set(eos_ids) | set(eos_token_ids(tokenizer))
     if tokenizer.pad_token is not None and tokenizer.pad_token_id not in ends:
         return
-    choice = _spare_token(tokenizer, ends)
-    require(choice is not None or tokenizer.eos_token is not None, "tokenizer.pad_token", None,
-            "be a token", "the vocabulary has no pad, reserved, unknown, BOS or EOS token",
-            "Set it and save again")  # fmt: skip
-    tokenizer.pad_token = choice or tokenizer.eos_token
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
-    """Raises ValueError where `tokenizer` has an id without a row in the embedding."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    require(
-        largest < num_embeddings, "the tokenizer's largest id", largest,
-        f"be below {num_embeddings}, the rows of the model's embedding", "",
-        "Call model.resize_token_embeddings(len(tokenizer)) and save the model again",
-    )  # fmt: skip
-
-
-def _spare_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str | None:
-    """A token of the vocabulary that can pad: see `ensure_pad_token` for the order."""
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
     vocabulary = tokenizer.get_vocab()
     plain = [name for name in ("<pad>", "[PAD]", "<|pad|>") if name in vocabulary]
     named = [name for name in special if "pad" in name.lower()]
     reserved = [name for name in special if "reserved" in name or "unused" in name]
     candidates = [*plain, *named, *reserved, tokenizer.unk_token, tokenizer.bos_token]
-    return next((c for c in candidates if c in vocabulary and vocabulary[c] not in ends), None)
+    choice = next((c for c in candidates if c in vocabulary and vocabulary[c] not in ends), None)
+    require(choice is not None or tokenizer.eos_token is not None, "tokenizer.pad_token", None,
+            "be a token", "the vocabulary has no pad, reserved, unknown, BOS or EOS token",
+            "Set it and save again")  # fmt: skip
+    tokenizer.pad_token = choice or tokenizer.eos_token

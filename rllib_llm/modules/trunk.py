@@ -124,22 +124,18 @@ def reads_dense(trunk: nn.Module) -> bool:
         return False
     known = _verdicts.get(trunk)
     if known is None or known[0] != trunk.config._attn_implementation:
-        dense = _can_be_laid_out(trunk) and _same_states(trunk)
+        dense = (
+            trunk._supports_attention_backend
+            and trunk.config._attn_implementation in ("sdpa", PACKED)
+            and _LAYER_TYPES.issuperset(get_layer_types_and_kwargs(text_config(trunk))[0])
+            and _same_states(trunk)
+        )
         known = _verdicts[trunk] = trunk.config._attn_implementation, dense
     if not known[1] and kernel_of(trunk) != "sdpa":
         rule = f"be 'sdpa' for {type(trunk).__name__}"
         reason = "this model gives other numbers where rows are concatenated"
         raise Problems("attn_implementation", rule, reason, value=kernel_of(trunk))
     return known[1]
-
-
-def _can_be_laid_out(trunk: PreTrainedModel) -> bool:
-    if not trunk._supports_attention_backend:
-        return False
-    if trunk.config._attn_implementation not in ("sdpa", PACKED):
-        return False
-    layer_types, _ = get_layer_types_and_kwargs(text_config(trunk))
-    return _LAYER_TYPES.issuperset(layer_types)
 
 
 def _same_states(trunk: PreTrainedModel) -> bool:
@@ -236,7 +232,11 @@ def take_apart(model: nn.Module) -> TrunkAndHead | None:
     the model logits from -100 to 100 in the head's place. Adapters that peft put into the layers
     are part of the trunk; those that prepend virtual tokens are refused with ValueError.
     """
-    inner = _without_peft_shell(model)
+    inner: Any = model
+    if hasattr(model, "get_base_model"):  # peft's shell
+        if inner.active_peft_config.is_prompt_learning:
+            raise ValueError(f"{type(model).__name__} must not prepend virtual tokens: use LoRA")
+        inner = inner.get_base_model()
     head = inner.get_output_embeddings()
     known = _halves_of.get(inner)
     if known is not None and known[0] is head:
@@ -248,14 +248,6 @@ def take_apart(model: nn.Module) -> TrunkAndHead | None:
         why = "its logits are not those of its trunk and output embedding"
         warnings.warn(f"{slow}: {why}.", stacklevel=3)
     return halves
-
-
-def _without_peft_shell(model: Any) -> PreTrainedModel:
-    if not hasattr(model, "get_base_model"):
-        return model
-    if model.active_peft_config.is_prompt_learning:
-        raise ValueError(f"{type(model).__name__} must not prepend virtual tokens: use LoRA")
-    return model.get_base_model()
 
 
 def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAndHead | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from rllib_llm.shared.columns import fetched
-
-AllReduceSum = Callable[[Tensor], Tensor]
-"""Takes a tensor, returns its sum over all learners."""
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coeff: float) -> Tensor:
@@ -86,25 +82,18 @@ def masked_whiten(
     mask: Tensor,
     *,
     shift_mean: bool = True,
-    ddof: int = 0,
-    all_reduce: AllReduceSum | None = None,
 ) -> Tensor:
     """(x - mean) * rsqrt(var + 1e-8) over masked-in elements, float32, 0 at the others.
 
-    Mean and variance are taken over all learners' elements when `all_reduce` sums a tensor across
-    them; in two rounds, the mean first, so that a large mean does not eat the variance. Without
-    `shift_mean` the mean is put back: the spread becomes 1, the mean stays (for rewards).
-    `ddof=0` is Ziegler's and OpenAI's variance; TRL uses 1. A single element gives no NaN.
+    The mean is taken off first, so that a large one does not eat the variance. Without `shift_mean`
+    it is put back: the spread becomes 1, the mean stays (for rewards). The variance is Ziegler's
+    and OpenAI's (ddof = 0; TRL uses 1). A single element gives no NaN.
     """
-    reduce = all_reduce or _no_reduce
     x = x.float()
-    # Counts and sums travel as float64: float32 cannot count beyond 2^24 tokens.
-    count_and_sum = torch.stack([mask.sum().double(), _masked_sum(x, mask)])
-    count, total = reduce(count_and_sum).unbind()
-    mean = total / count.clamp(min=1)
+    count = mask.sum().double().clamp(min=1)  # float32 cannot count beyond 2^24 tokens
+    mean = _masked_sum(x, mask) / count
     centred = x.double() - mean
-    square_sum = reduce(_masked_sum(centred.square(), mask))
-    variance = square_sum / (count - ddof).clamp(min=1)
+    variance = _masked_sum(centred.square(), mask) / count
     whitened = centred * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
@@ -124,12 +113,14 @@ def leave_one_out(scores: Tensor, groups: Tensor, valid: Tensor | None = None) -
     return table.rows(table.centred() * num_valid / (num_valid - 1).clamp(min=1))
 
 
+_EPS = 1e-4  # of group statistics, as in TRL
+
+
 def group_normalized(
     scores: Tensor,
     groups: Tensor,
     *,
     scale_by_std: bool = True,
-    eps: float = 1e-4,
     valid: Tensor | None = None,
 ) -> Tensor:
     """Each score minus its group's mean, divided by the group's std + eps, float32 [batch].
@@ -143,7 +134,7 @@ def group_normalized(
     if scale_by_std:
         num_valid = table.counts.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (num_valid - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
+        centred = centred / (variance.sqrt() + _EPS)
     return table.rows(centred)
 
 
@@ -153,7 +144,6 @@ def normalized_sum(
     groups: Tensor,
     *,
     scale_by_std: bool = True,
-    eps: float = 1e-4,
     valid: Tensor,
 ) -> Tensor:
     """Weighted sum of each reward's `group_normalized`, normalised over the batch, float32 [batch].
@@ -167,13 +157,13 @@ def normalized_sum(
     for part, weight in zip(parts, weights, strict=True):
         judged = valid & ~part.isnan()
         normalized = group_normalized(
-            part.nan_to_num(), groups, scale_by_std=scale_by_std, eps=eps, valid=judged
+            part.nan_to_num(), groups, scale_by_std=scale_by_std, valid=judged
         )
         total = total + weight.where(judged, 0.0) * normalized
     count = valid.sum()
     centred = torch.where(valid, total - _masked_sum(total, valid) / count.clamp(min=1), 0.0)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + eps)).float()
+    return (centred / (variance.sqrt() + _EPS)).float()
 
 
 @dataclass(frozen=True)
@@ -293,7 +283,3 @@ class _GroupTable:
 def _masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum in float64, blind to whatever (NaN included) lies where the mask is False."""
     return torch.where(mask, x, torch.zeros_like(x)).sum(dtype=torch.float64)
-
-
-def _no_reduce(x: Tensor) -> Tensor:
-    return x

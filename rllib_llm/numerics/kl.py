@@ -54,51 +54,31 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return terms.sum(dim=-1)
 
 
-class FixedKLCoefficient:
-    """A constant KL coefficient."""
-
-    def __init__(self, value: float):
-        assert 0 <= value < math.inf, value
-        self.value = float(value)
-
-    def update(self, kl: float, num_samples: int) -> float:
-        """The same coefficient, whatever the measured KL."""
-        return self.value
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint's coefficient."""
-        self.value = float(state["value"])
-
-
-class AdaptiveKLCoefficient:
-    """A KL coefficient steered by proportional control to hold the KL at a target.
+class KLCoefficient:
+    """A KL coefficient, constant, or steered by proportional control to hold the KL at a target.
 
     value <- value * (1 + clip(kl/target - 1, -0.2, 0.2) * num_samples/horizon)
-    (Ziegler et al. 2019, section 2.2; defaults of its code: target 6 nats, horizon 10 000.)
+    (Ziegler et al. 2019, section 2.2; its code has a target of 6 nats, a horizon of 10 000.)
 
-    `target` in nats per sequence; `horizon` in samples: the coefficient changes by at most a
-    fifth in that many, and in one update, however many samples that has.
+    `target` in nats per sequence, None: the coefficient is constant; `horizon` in samples: it
+    changes by at most a fifth in that many, and in one update, however many samples that has.
     """
 
-    def __init__(self, init: float = 0.2, target: float = 6.0, horizon: float = 10_000.0):
-        assert 0 <= init < math.inf and target > 0 and horizon > 0, (init, target, horizon)
-        self.value = float(init)
-        self.target = float(target)
-        self.horizon = float(horizon)
+    def __init__(self, init: float, target: float | None = None, horizon: float = 10_000.0):
+        assert 0 <= init < math.inf and horizon > 0, (init, horizon)
+        assert target is None or target > 0, target
+        self.value, self.target, self.horizon = float(init), target, float(horizon)
 
     def update(self, kl: float, num_samples: int) -> float:
         """The new coefficient after `num_samples` completions (all learners) of mean KL `kl`.
 
-        `kl` is the batch mean of each sequence's sum, nats.
+        `kl` is the batch mean of each sequence's sum, nats, and finite: the coefficient would not
+        recover from another.
         """
-        if not math.isfinite(kl):
-            raise ValueError(f"kl={kl!r} must be finite: the coefficient would not recover from it")
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * min(1.0, num_samples / self.horizon)
+        assert math.isfinite(kl), kl
+        if self.target is not None:
+            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * min(1.0, num_samples / self.horizon)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:

@@ -108,17 +108,15 @@ def majority_rates(
     found = {}
     for k in ks:
         enough = [cast for cast in votes.values() if len(cast) >= k]
-        if enough:
-            found[f"maj@{k}"] = _with_interval([_majority(cast, k) for cast in enough])
+        chances = []  # that a right answer wins the vote of k samples
+        for cast in enough:
+            given = [answer for answer, _ in cast]
+            num_right = Counter(one for one, is_right in cast if is_right and one is not None)
+            winners = [one for one, count in num_right.items() if 2 * count > given.count(one)]
+            chances.append(sum((majority_at_k(given, winner, k) for winner in winners), 0.0))
+        if chances:
+            found[f"maj@{k}"] = _with_interval(chances)
     return found
-
-
-def _majority(cast: Sequence[tuple[Hashable, bool]], k: int) -> float:
-    """Chance that a right answer wins the vote of k of these samples."""
-    answers = [answer for answer, _ in cast]
-    num_right = Counter(answer for answer, is_right in cast if is_right and answer is not None)
-    winners = [one for one, count in num_right.items() if 2 * count > answers.count(one)]
-    return sum((majority_at_k(answers, winner, k) for winner in winners), 0.0)
 
 
 def _with_interval(chances: Sequence[float]) -> tuple[float, float, float]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rllib_llm.numerics.advantages import AllReduceSum
 from rllib_llm.shared import columns
 
 
@@ -42,17 +41,18 @@ def overlong_penalty(scores: Tensor, lengths: Tensor, max_len: int, buffer: int)
     return scores + ((max_len - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
+_EPS = 1e-8
+
+
 class RunningScoreScale:
     """Scores divided by the running standard deviation of all scores seen.
 
     Moments of batches are merged exactly (Chan, Golub, LeVeque 1979), so that many small batches
     give the mean and standard deviation (ddof = 1) of all scores at once. Until two different
-    scores have been seen the scale is 1. With `shift_mean` the running mean is taken off first.
+    scores have been seen the scale is 1.
     """
 
-    def __init__(self, *, shift_mean: bool = False, eps: float = 1e-8):
-        self.shift_mean = shift_mean
-        self.eps = eps
+    def __init__(self) -> None:
         self.count = 0.0
         self.mean = 0.0
         self._square_sum = 0.0
@@ -64,27 +64,20 @@ class RunningScoreScale:
             return 1.0
         std = (self._square_sum / (self.count - 1)) ** 0.5
         # Equal scores have a mean that is rounded.
-        return std if std > self.eps * max(1.0, abs(self.mean)) else 1.0
+        return std if std > _EPS * max(1.0, abs(self.mean)) else 1.0
 
-    def update(
-        self, scores: Tensor, valid: Tensor | None = None, all_reduce: AllReduceSum | None = None
-    ) -> None:
-        """Adds the (valid) scores [batch] of one batch, of all learners with `all_reduce`.
+    def update(self, scores: Tensor, valid: Tensor | None = None) -> None:
+        """Adds the (valid) scores [batch] of one batch.
 
         Scores that are not finite are left out: one would spoil the scale for good.
         """
         counted = (scores if valid is None else scores[valid]).double()
         counted = counted[counted.isfinite()]
-        count_and_sum = torch.stack([counted.new_tensor(counted.numel()), counted.sum()])
-        if all_reduce is not None:
-            count_and_sum = all_reduce(count_and_sum)
-        count, total = count_and_sum.tolist()
-        if count == 0:
+        count = counted.numel()
+        if not count:
             return
-        mean = total / count
+        mean = counted.sum().item() / count
         square_sum = (counted - mean).square().sum()
-        if all_reduce is not None:
-            square_sum = all_reduce(square_sum)
         delta = mean - self.mean
         new_count = self.count + count
         self._square_sum += square_sum.item() + delta**2 * self.count * count / new_count
@@ -94,12 +87,11 @@ class RunningScoreScale:
     @property
     def factor(self) -> float:
         """The factor of differences between scores."""
-        return 1.0 / (self.std + self.eps)
+        return 1.0 / (self.std + _EPS)
 
     def scale(self, scores: Tensor) -> Tensor:
         """Scores [batch] in units of the running standard deviation."""
-        shift = self.mean if self.shift_mean else 0.0
-        return (scores - shift) / (self.std + self.eps)
+        return scores / (self.std + _EPS)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint."""

@@ -7,8 +7,8 @@ retries a server that is away until it has been away for `outage_s`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import os
 import random
 import threading
@@ -18,7 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from functools import partial
 from typing import Any, TypeVar
 
-from rllib_llm.shared.errors import Problems, require, suggestion
+from rllib_llm.shared.arguments import Count, Pause, Seconds, checked
+from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.remote import Outage, ServerError, backoff_seconds
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,6 @@ logger = logging.getLogger(__name__)
 RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 AWAY_STATUS = frozenset({429, 502, 503, 504})  # of a server that can answer nothing now
 MISSING = "engines and judges on a server need httpx: pip install 'rllib-llm[openai]'."
-# The least value of each number that a user may set.
-_LEAST = {
-    "timeout_s": 1e-3, "max_attempts": 1, "max_concurrency": 1, "first_delay_s": 0.0,
-    "max_delay_s": 0.0, "outage_s": 0.0,
-}  # fmt: skip
 
 Answer = TypeVar("Answer")
 JUDGE_OUTAGE_S = 600.0  # that a judge or reward service may be away
@@ -40,6 +36,7 @@ class RequestRefusedError(Problems):
     """The server refuses the request itself (wrong key, unknown model): asking again is no use."""
 
 
+@checked
 class OpenAIClient:
     """Sends JSON to one server, concurrently, with retries.
 
@@ -47,8 +44,8 @@ class OpenAIClient:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         api_key_env: environment variable that holds the key; without it none is sent.
         timeout_s: seconds that one attempt may take.
-        max_attempts: attempts per request, >= 1.
-        max_concurrency: requests under way at once, >= 1.
+        max_attempts: attempts per request.
+        max_concurrency: requests under way at once.
         first_delay_s: pause before the second attempt; it doubles up to `max_delay_s`, times a
             random factor of 0.5 to 1.5. A server's Retry-After goes before it.
         outage_s: seconds that a server may be away (no connection, 429, 502, 503, 504) before its
@@ -63,22 +60,11 @@ class OpenAIClient:
     """
 
     def __init__(
-        self, base_url: str, *, api_key_env: str = "OPENAI_API_KEY", timeout_s: float = 120.0,
-        max_attempts: int = 5, max_concurrency: int = 32, first_delay_s: float = 0.5,
-        max_delay_s: float = 30.0, outage_s: float = 0.0, outage_setting: str = "outage_s",
-        **unknown: Any,
+        self, base_url: Any, *, api_key_env: str = "OPENAI_API_KEY", timeout_s: Seconds = 120.0,
+        max_attempts: Count = 5, max_concurrency: Count = 32, first_delay_s: Pause = 0.5,
+        max_delay_s: Pause = 30.0, outage_s: Pause = 0.0, outage_setting: str = "outage_s",
     ) -> None:  # fmt: skip
-        given = {name: each for name, each in locals().items() if name not in ("self", "unknown")}
-        self._arguments = given
-        for name, value in unknown.items():
-            rule = f"be an argument of {type(self).__name__}"
-            require(False, name, value, rule, "", suggestion(name, given))
-        for name, least in _LEAST.items():
-            value, kind = given[name], "whole number" if isinstance(least, int) else "number"
-            is_number = isinstance(value, int | type(least)) and not isinstance(value, bool)
-            holds = is_number and least <= value < math.inf
-            require(holds, name, value, f"be a {kind} of at least {least:g}", "", "")
-        require(isinstance(api_key_env, str), "api_key_env", api_key_env, "be text")
+        self._arguments = {name: each for name, each in locals().items() if name != "self"}
         require(str(base_url).startswith(("http://", "https://")), "base_url", base_url, "start "
                 "with http:// or https://", "", "Write it up to the version, such as "
                 "http://localhost:8000/v1")  # fmt: skip
@@ -95,7 +81,7 @@ class OpenAIClient:
         self._transport_errors = httpx.TransportError
         self._silences = httpx.ReadTimeout, httpx.WriteTimeout  # of one request, maybe
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._num_retries = 0
+        self.num_retries = 0  # of all requests so far
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
@@ -108,11 +94,6 @@ class OpenAIClient:
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         self.__init__(**arguments)  # type: ignore[misc]
-
-    @property
-    def num_retries(self) -> int:
-        """Retries of all requests so far."""
-        return self._num_retries
 
     def submit(
         self, path: str, body: dict[str, Any], read: Callable[[Any], Answer],
@@ -155,7 +136,9 @@ class OpenAIClient:
                         reason = f"malformed ({error!r}): {response.text[:200]!r}"
                 elif response.status_code in RETRIED_STATUS:
                     reason = f"status {response.status_code}: {response.text[:200]!r}"
-                    wait_s = _retry_after_s(response.headers, wait_s, self._max_delay_s)
+                    with contextlib.suppress(KeyError, ValueError):  # it names none, or a date
+                        asked_s = float(response.headers["retry-after"])
+                        wait_s = min(self._max_delay_s, max(0.0, asked_s))
                 else:
                     raise RequestRefusedError(
                         url, "accept the request", f"it answered {response.status_code} "
@@ -170,7 +153,14 @@ class OpenAIClient:
                 self._outage.give_up(reason)
             if attempt >= self._max_attempts and not left_s:
                 break
-            self._count_retry(url, reason, wait_s)
+            with self._lock:
+                self.num_retries += 1
+                is_first = self.num_retries == 1
+            if is_first:
+                logger.warning(
+                    "%s gave no answer (%s): it is asked again in %.1f s, %d times at most. Later "
+                    "retries are only counted.", url, reason, wait_s, self._max_attempts - 1,
+                )  # fmt: skip
             if self._is_closing(wait_s):
                 break
         raise ServerError(f"{url} must answer within max_attempts={self._max_attempts}: the last "
@@ -185,16 +175,6 @@ class OpenAIClient:
                 return True
         return False
 
-    def _count_retry(self, url: str, reason: str, wait_s: float) -> None:
-        with self._lock:
-            self._num_retries += 1
-            is_first = self._num_retries == 1
-        if is_first:
-            logger.warning(
-                "%s gave no answer (%s): it is asked again in %.1f s, %d times at most. Later "
-                "retries are only counted.", url, reason, wait_s, self._max_attempts - 1,
-            )  # fmt: skip
-
     def close(self) -> None:
         """Waits for the requests under way, but for no retry, and closes the connections."""
         self._closing.set()
@@ -205,11 +185,3 @@ class OpenAIClient:
 def server_root(base_url: str) -> str:
     """The root of a server's other routes: `base_url` without a trailing "/v1"."""
     return base_url.rstrip("/").removesuffix("/v1")
-
-
-def _retry_after_s(headers: Any, pause_s: float, longest_s: float) -> float:
-    """Seconds that the server asks to wait, up to `longest_s`; `pause_s` if it names none."""
-    try:
-        return min(longest_s, max(0.0, float(headers["retry-after"])))
-    except (KeyError, ValueError):  # absent, or a date
-        return pause_s

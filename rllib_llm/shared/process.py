@@ -9,11 +9,9 @@ import gc
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -228,30 +226,3 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     except (AttributeError, OSError, TypeError):  # another C library, or another system
         return False
     return all(set_option(option, size) for option, size in _THRESHOLDS.values())
-
-
-Result = TypeVar("Result")
-
-
-def until_it_fits(run: Callable[[], Result], make_smaller: Callable[[], str | None]) -> Result:
-    """Returns `run()`, called again with smaller parts whenever a GPU runs out of memory.
-
-    Args:
-        run: does its work from the beginning.
-        make_smaller: has `run` take smaller parts, and returns the warning; None: there are none.
-
-    Raises:
-        torch.OutOfMemoryError: the smallest part is too much.
-    """
-    import torch  # what starts without it imports this file, too
-
-    while True:
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            text = make_smaller()
-            if text is None:
-                raise
-        # Out of the handler, since what was raised holds on to the tensors.
-        warnings.warn(text, stacklevel=3)
-        torch.cuda.empty_cache()

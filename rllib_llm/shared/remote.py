@@ -204,30 +204,26 @@ class OneThread:
 
     def _open(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        _begin_thread(partial(_do_all, self._works))
-        weakref.finalize(self, self._works.put, None)
+        works = self._works  # the thread must not hold this object
 
+        def do_all() -> None:
+            while (work := works.get()) is not None:
+                work()
 
-def _do_all(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (work := works.get()) is not None:
-        work()
+        _begin_thread(do_all)
+        weakref.finalize(self, works.put, None)
 
 
 def _begin_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="conversation-call", daemon=True).start()
 
 
-async def _called(work: partial, begin: Callable[[Callable[[], None]], None]) -> Any:
-    is_coroutine = inspect.iscoroutinefunction(work.func)
-    result = work() if is_coroutine else await _in_thread(work, begin)
-    return await harmless(result) if inspect.isawaitable(result) else result
-
-
-async def _in_thread(
-    function: Callable[[], Any], begin: Callable[[Callable[[], None]], None]
-) -> Any:
-    """The result of a function in a thread. One whose caller has gone cannot be ended; it continues
-    in the background, and holds up neither the loop nor the end of the process."""
+async def _called(function: partial, begin: Callable[[Callable[[], None]], None]) -> Any:
+    """The result of a function, in a thread unless it is a coroutine's. One whose caller has gone
+    cannot be ended; it continues in the background, and holds up neither the loop nor the end of
+    the process."""
+    if inspect.iscoroutinefunction(function.func):
+        return await harmless(function())
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[Any] = loop.create_future()
 
@@ -251,7 +247,8 @@ async def _in_thread(
             loop.call_soon_threadsafe(settle, result, error)
 
     begin(work)
-    return await waiting
+    result = await waiting
+    return await harmless(result) if inspect.isawaitable(result) else result
 
 
 _END_SECONDS = 5.0  # that a cancelled task has to end

@@ -273,19 +273,15 @@ class Section:
     ) -> Section:  # fmt: skip
         """The section of a model; `row`: attributes that all its settings have."""
         meaning = " ".join((inspect.getdoc(model) or "").split())
-        settings = (_row(name, field, row) for name, field in model.model_fields.items())
+        settings = []
+        for setting_name, field in model.model_fields.items():
+            further: Any = {"choices": choices_of(field.annotation), **row}
+            further |= field.json_schema_extra
+            settings.append(Setting(
+                name=setting_name, type=field.annotation, default=field.default,
+                meaning=str(field.description), **further,
+            ))  # fmt: skip
         return cls(name, meaning, tuple(settings), also, positional)
-
-
-def _row(name: str, field: Any, row: Mapping[str, Any]) -> Setting:
-    kind = field.annotation
-    return Setting(
-        name=name,
-        type=kind,
-        default=field.default,
-        meaning=field.description,
-        **{"choices": choices_of(kind), **row, **field.json_schema_extra},
-    )
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:

@@ -236,13 +236,14 @@ def local_copy(source: str | os.PathLike | UrlPath) -> Path:
     Raises:
         Problems: there is nothing at `source`.
     """
-    if isinstance(source, UrlPath) or is_url(source):
-        return _local_copy_of(UrlPath(str(source)))
-    return Path(source).expanduser()
-
-
-def _local_copy_of(url: UrlPath) -> Path:
-    files = _listing(url)
+    if not (isinstance(source, UrlPath) or is_url(source)):
+        return Path(source).expanduser()
+    url = UrlPath(str(source))
+    files = [url._info()]
+    if files[0].type != FileType.File:
+        selector = FileSelector(url.path, recursive=True, allow_not_found=True)
+        inside = (i for i in url.filesystem.get_file_info(selector) if i.type == FileType.File)
+        files = sorted(inside, key=lambda info: info.path)
     require(files, repr(str(url)), ..., "exist", "nothing lies there",
             "Check the URL, and the credentials in the environment")  # fmt: skip
     state = [(info.path, info.size, info.mtime_ns) for info in files]
@@ -252,16 +253,6 @@ def _local_copy_of(url: UrlPath) -> Path:
     if not target.exists():
         _fetch(url, files, target)
     return target
-
-
-def _listing(url: UrlPath) -> list[FileInfo]:
-    if url.is_file():
-        return [url._info()]
-    selector = FileSelector(url.path, recursive=True, allow_not_found=True)
-    found = url.filesystem.get_file_info(selector)
-    return sorted(
-        (info for info in found if info.type == FileType.File), key=lambda info: info.path
-    )
 
 
 def _fetch(url: UrlPath, files: list[FileInfo], target: Path) -> None:
@@ -285,17 +276,13 @@ def keep_json_rows(file: Path, key: str, first: int | None, num_last: int = 0) -
     those."""
     if not file.is_file():
         return
-    lines = whole_lines(file)
+    lines = file.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):  # its writer was killed within it
+        lines.pop()
     del lines[max(0, len(lines) - num_last) :]
     while first is not None and lines and json.loads(lines[-1])[key] >= first:
         lines.pop()
     os.truncate(file, sum(map(len, lines)))
-
-
-def whole_lines(file: Path) -> list[bytes]:
-    """The lines of a file with their ends; not the last one if its writer was killed within it."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def new_lines(file: Path, start: int) -> tuple[list[str], int]:

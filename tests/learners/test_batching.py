@@ -94,7 +94,7 @@ def test_row_lengths_count_all_sequences_of_a_row():
         columns.REJECTED_MASK: torch.tensor([[True, False]]),
     }
     assert row_lengths(pairs).tolist() == [3]
-    with pytest.raises(ValueError, match=r"must have a mask, and has \['scores'\]"):
+    with pytest.raises(AssertionError, match=r"has a mask, and this has \['scores'\]"):
         row_lengths({columns.SCORES: torch.zeros(2)})
 
 

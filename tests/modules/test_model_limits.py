@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.modules import model_source
+from rllib_llm.modules.model_source import REFERENCE, check_vocabulary
 from rllib_llm.modules.tokenizer import load_tokenizer, read_chat_template
 from tests import tiny_models as tiny
 
@@ -59,19 +60,19 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     ours = tiny.byte_tokenizer()
     other = tiny.save(tmp_path / "other", tiny.llama(), tiny.byte_tokenizer(reverse=True))
     with pytest.raises(ValueError, match="its token 4 is "):
-        model_source.check_reference_vocabulary(other, ours)
+        check_vocabulary(REFERENCE, other, ours)
     small = tiny.save(tmp_path / "small", tiny.llama(vocab_size=260), ours)
-    model_source.check_reference_vocabulary(small, ours)
+    check_vocabulary(REFERENCE, small, ours)
     larger = tiny.byte_tokenizer()
     larger.add_tokens(["<extra>"])
     with pytest.raises(ValueError, match="its largest id is 259, not 260"):
-        model_source.check_reference_vocabulary(small, larger)
+        check_vocabulary(REFERENCE, small, larger)
 
 
 def test_a_reference_without_a_tokenizer_is_asked_for_its_rows(tmp_path):
     model = tiny.llama()
     model.save_pretrained(tmp_path / "bare")
-    model_source.check_reference_vocabulary(str(tmp_path / "bare"), tiny.byte_tokenizer())
+    check_vocabulary(REFERENCE, str(tmp_path / "bare"), tiny.byte_tokenizer())
 
 
 def test_a_chat_template_is_a_text_or_a_file(tmp_path):

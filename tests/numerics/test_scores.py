@@ -47,14 +47,11 @@ def test_running_scale_is_that_of_all_scores_at_once():
     assert scale.std == pytest.approx(scores.std(correction=1).item(), rel=1e-12)
 
 
-def test_running_scale_divides_and_shifts_only_on_request():
+def test_running_scale_divides_by_the_deviation():
     # (1, 3): mean 2, std sqrt(2).
-    plain, shifted = RunningScoreScale(), RunningScoreScale(shift_mean=True)
-    scores = torch.tensor([1.0, 3.0])
-    for scale in (plain, shifted):
-        scale.update(scores)
-    torch.testing.assert_close(plain.scale(scores), torch.tensor([0.70710678, 2.12132034]))
-    torch.testing.assert_close(shifted.scale(scores), torch.tensor([-0.70710678, 0.70710678]))
+    scale, scores = RunningScoreScale(), torch.tensor([1.0, 3.0])
+    scale.update(scores)
+    torch.testing.assert_close(scale.scale(scores), torch.tensor([0.70710678, 2.12132034]))
 
 
 def test_running_scale_is_one_until_there_are_two_scores():
@@ -75,15 +72,12 @@ def test_running_scale_is_one_until_two_scores_differ():
     assert scale.std == pytest.approx(1 / 3)
 
 
-def test_running_scale_leaves_out_invalid_scores_and_counts_other_learners():
+def test_running_scale_leaves_out_invalid_scores():
     scale = RunningScoreScale()
-    scores = torch.tensor([1.0, 100.0, 3.0])
-    # The other learner of two holds the same scores: every sum doubles.
-    scale.update(scores, torch.tensor([True, False, True]), all_reduce=lambda tensor: 2 * tensor)
-    assert scale.count == 4
-    assert scale.mean == pytest.approx(2.0)
-    # (1, 3, 1, 3): squares about the mean add up to 4, 4 / 3 = 1.1547005^2.
-    assert scale.std == pytest.approx(1.1547005)
+    scale.update(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    assert (scale.count, scale.mean) == (2, pytest.approx(2.0))
+    # (1, 3): squares about the mean add up to 2, over 1.
+    assert scale.std == pytest.approx(2**0.5)
 
 
 def test_running_scale_leaves_out_what_is_not_finite():

@@ -24,7 +24,7 @@ from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, Toolbox, as_tool
 from rllib_llm.shared.dotted import import_dotted
-from rllib_llm.shared.errors import Problems, require
+from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.remote import Away, OneThread
 from rllib_llm.shared.setting import Settings, setting
@@ -83,9 +83,8 @@ class TRLEnv(ConversationEnv):
         if not self.factories or "" in self.factories:
             return ""
         name = task.get(_ENVIRONMENT)
-        if name not in self.factories:
-            rule = f"be one of environment_factory, {sorted(self.factories)}"
-            raise Problems("environment of a row", rule, value=name)
+        require(name in self.factories, "environment of a row", name,
+                f"be one of environment_factory, {sorted(self.factories)}")  # fmt: skip
         return str(name)
 
     def _tools_with(self, name: str) -> list[Any]:
@@ -144,21 +143,20 @@ class TRLEnv(ConversationEnv):
             return messages
         thread = conversation.state[_THREAD] = OneThread()
         environment = conversation.state[_ENVIRONMENT] = await thread.call(factory.make)
-        said = await thread.call(environment.reset, **self._row_of(conversation.task))
-        if said is not None:
-            before = messages[-1]["content"]
-            before = before if isinstance(before, str) else _text_of(before, "a prompt")
-            messages[-1]["content"] = before + _text_of(said, "reset()")
-        return messages
-
-    def _row_of(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """The data set's own columns, without the one that chooses the environment."""
+        # The data set's own columns, without the one that chooses the environment.
+        task = conversation.task
         added = {"messages"} if "prompt" in task else set()
         if self._name_of(task):
             added.add(_ENVIRONMENT)
         if self.settings["prompts"] is not None and task.get("prompt") == [_EMPTY]:
             added.add("prompt")
-        return {name: value for name, value in task.items() if name not in added}
+        row = {name: value for name, value in task.items() if name not in added}
+        said = await thread.call(environment.reset, **row)
+        if said is not None:
+            before = messages[-1]["content"]
+            before = before if isinstance(before, str) else _text_of(before, "a prompt")
+            messages[-1]["content"] = before + _text_of(said, "reset()")
+        return messages
 
     async def score(self, conversation: Conversation) -> float | None:
         environment = conversation.state.get(_ENVIRONMENT)

@@ -162,7 +162,28 @@ class VerifiersEnv(ConversationEnv):
     @functools.cached_property
     def taskset(self) -> Any:
         """The `vf.Taskset`."""
-        return _open_taskset(self.settings["taskset"], self.settings["taskset_config"] or {})
+        if importlib.util.find_spec("verifiers") is None:
+            raise ImportError(
+                "rllib_llm/Verifiers-v0 needs verifiers, in an environment of its own, since it "
+                "pins openai below 3: pip install 'rllib-llm[verifiers]'."
+            )
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.generic import concrete_type
+        from verifiers.v1.utils.loaders import environment_class, taskset_class
+
+        given, config = self.settings["taskset"], self.settings["taskset_config"] or {}
+        with blamed_on(
+            "taskset", given, f"be a vf.Taskset with the settings taskset_config={dict(config)!r}",
+            remedy="Give an installed package's name or a class's dotted path, and its settings",
+        ):  # fmt: skip
+            is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
+            kind = import_dotted(given, name="taskset") if is_path else given
+            if isinstance(kind, str):
+                kind = taskset_class(given)
+                if environment_class(given) is not vf.SingleAgentEnv:
+                    raise TypeError("it has its own vf.Env")
+            config_type = concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
+            return kind(config_type(**config))
 
     @functools.cached_property
     def shared_toolsets(self) -> list[Any]:
@@ -262,30 +283,6 @@ class VerifiersEnv(ConversationEnv):
         for message in results:
             write_message(trace, message, len(trace.nodes) - 1)
         return self.vf_tasks[conversation.task["position"]], trace
-
-
-def _open_taskset(given: Any, config: Mapping[str, Any]) -> Any:
-    if importlib.util.find_spec("verifiers") is None:
-        raise ImportError(
-            "rllib_llm/Verifiers-v0 needs verifiers, in an environment of its own, since it pins "
-            "openai below 3: pip install 'rllib-llm[verifiers]'."
-        )
-    import verifiers.v1 as vf
-    from verifiers.v1.utils.generic import concrete_type
-    from verifiers.v1.utils.loaders import environment_class, taskset_class
-
-    with blamed_on(
-        "taskset", given, f"be a vf.Taskset with the settings taskset_config={dict(config)!r}",
-        remedy="Give an installed package's name or a class's dotted path, and its settings",
-    ):  # fmt: skip
-        is_path = isinstance(given, str) and (":" in given or looks_dotted(given))
-        kind = import_dotted(given, name="taskset") if is_path else given
-        if isinstance(kind, str):
-            kind = taskset_class(given)
-            if environment_class(given) is not vf.SingleAgentEnv:
-                raise TypeError("it has its own vf.Env")
-        config_type = concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
-        return kind(config_type(**config))
 
 
 def _check_task(task: Any) -> None:

@@ -115,13 +115,18 @@ def compare(
     kept, said = labels[valid].double(), scores[valid].double()
     concordance, rank_correlation = _agreement(said, kept)
     threshold, accuracy, kappa = _best_threshold(said, kept)
+    parts = [part for part in said.argsort(stable=True).tensor_split(num_bins) if len(part)]
+    held = [(said[part], kept[part]) for part in parts]
     return Calibration(
         num_rows=len(labels),
         num_invalid=int((~valid).sum()),
         reasons=tuple(Counter(filter(None, reasons)).most_common(3)),
         concordance=concordance, rank_correlation=rank_correlation,
         threshold=threshold, accuracy=accuracy, kappa=kappa,
-        bins=tuple(_bins(said, kept, num_bins)),
+        bins=tuple(
+            Bin(float(s.min()), float(s.max()), len(s), float(s.mean()), float(label.mean()))
+            for s, label in held
+        ),
     )  # fmt: skip
 
 
@@ -149,13 +154,3 @@ def _best_threshold(scores: torch.Tensor, labels: torch.Tensor) -> tuple[float, 
     says, is_right = float((scores >= -threshold).double().mean()), float(right.double().mean())
     chance = says * is_right + (1 - says) * (1 - is_right)
     return -threshold, accuracy, (accuracy - chance) / (1 - chance)
-
-
-def _bins(scores: torch.Tensor, labels: torch.Tensor, num_bins: int) -> list[Bin]:
-    if not len(scores):
-        return []
-    order = scores.argsort(stable=True)
-    parts = [part for part in order.tensor_split(num_bins) if len(part)]
-    held = [(scores[part], labels[part]) for part in parts]
-    return [Bin(float(s.min()), float(s.max()), len(s), float(s.mean()), float(label.mean()))
-            for s, label in held]  # fmt: skip

@@ -153,9 +153,8 @@ class RewardTerm:
     def __init__(
         self, function: RewardFunction, weight: float, name: str, timeout_s: float | None = None
     ) -> None:
-        if not _is_finite(weight):
-            place = f"weight of reward function {name!r}"
-            raise RewardError(place, "be a finite number", value=weight)
+        place = f"weight of reward function {name!r}"
+        require(_is_finite(weight), place, weight, "be a finite number", kind=RewardError)
         self.function, self.weight, self.name = function, float(weight), name
         self.wants_tokens = bool(_attribute(function, "wants_tokens", False))
         inner = _inner(function)
@@ -199,9 +198,11 @@ class RewardTerm:
         elif kwargs:
             function = functools.partial(function, **kwargs)
         timeout_s = spec.get("timeout_s")
-        if timeout_s is not None and not (_is_finite(timeout_s) and timeout_s > 0):
-            place = f"timeout_s of reward function {name!r}"
-            raise RewardError(place, "be a number of seconds above 0", value=timeout_s)
+        require(
+            timeout_s is None or (_is_finite(timeout_s) and timeout_s > 0),
+            f"timeout_s of reward function {name!r}", timeout_s, "be a number of seconds above 0",
+            kind=RewardError,
+        )  # fmt: skip
         return cls(function, spec.get("weight", 1.0), name, timeout_s)
 
     def call(self, batch: RewardBatch) -> Any:
@@ -245,9 +246,9 @@ class RewardTerm:
         if self.wants_tokens:
             return
         for column in columns:
-            if column in _RESERVED:
-                reason = "reward functions get the prompts or completions under it"
-                raise RewardError("column", "have another name", reason, value=column)
+            reason = "reward functions get the prompts or completions under it"
+            require(column not in _RESERVED, "column", column, "have another name", reason,
+                    kind=RewardError)  # fmt: skip
         for setting, column in _attribute(self.function, "needed_columns", ()):
             required_column(dict.fromkeys(columns), setting, column)
         missing = sorted(self._required - {*columns, *_RESERVED, _STATE})
@@ -270,14 +271,13 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
         spec = {"function": spec}
     if unknown := [key for key in spec if key not in _SPEC_KEYS]:
         raise RewardError([unknown_key("rewards.functions", key, _SPEC_KEYS) for key in unknown])
-    if "function" not in spec:
-        raise RewardError("rewards.functions", "have 'function'", value=dict(spec))
-    function = spec["function"]
-    if isinstance(function, str):
-        function = import_dotted(function, name="rewards.functions")
-    if not callable(function):
-        rule = "be a callable or the dotted path of one"
-        raise RewardError("rewards.functions", rule, value=spec["function"])
+    name = "rewards.functions"
+    require("function" in spec, name, dict(spec), "have 'function'", kind=RewardError)
+    function = given = spec["function"]
+    if isinstance(given, str):
+        function = import_dotted(given, name=name)
+    rule = "be a callable or the dotted path of one"
+    require(callable(function), name, given, rule, kind=RewardError)
     made = function if inspect.isclass(function) else type(function)
     if getattr(made, "__call__", None) is Judge.__call__:  # noqa: B004
         raise RewardError(
@@ -290,9 +290,9 @@ def named_function(spec: RewardFunction | str | Mapping[str, Any]) -> Any:
 
 def check_names(names: Sequence[str], functions: Any) -> None:
     """Raises RewardError where there is no function, or two have one of the `names`."""
-    if not 0 < len(names) == len({*names}):
-        rule = "be one or more functions with names of their own"
-        raise RewardError("rewards.functions", rule, f"they are named {[*names]}", value=functions)
+    require(0 < len(names) == len({*names}), "rewards.functions", functions,
+            "be one or more functions with names of their own", f"they are named {[*names]}",
+            kind=RewardError)  # fmt: skip
 
 
 def required_column(columns: Mapping[str, Any], setting: str, name: str) -> Sequence[Any]:
@@ -372,9 +372,11 @@ def _parameters(
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if needs_completions and not takes_any and "completions" not in named:
-        rule = "take 'completions' (and may take 'prompts', columns of the data set, **columns)"
-        raise RewardError(f"reward function {name!r}", rule, f"it takes {sorted(named)}")
+    require(
+        not needs_completions or takes_any or "completions" in named, f"reward function {name!r}",
+        ..., "take 'completions' (and may take 'prompts', columns of the data set, **columns)",
+        f"it takes {sorted(named)}", kind=RewardError,
+    )  # fmt: skip
     return named - bound, required - bound, lambda n: n not in bound and (takes_any or n in named)
 
 

@@ -27,7 +27,7 @@ from rllib_llm.envs.judges.reward_functions import (
 )
 from rllib_llm.shared.columns import REWARD_PART, REWARD_WEIGHT
 from rllib_llm.shared.dotted import named_entries
-from rllib_llm.shared.errors import Problem, called, ended, report, warning
+from rllib_llm.shared.errors import Problem, called, ended, report, require, warning
 from rllib_llm.shared.remote import EventLoop, ExitedError, Late, no_answer, within
 
 __all__ = [
@@ -64,17 +64,6 @@ class Rewards:
     reasons: tuple[str, ...] = ()
 
 
-
-def reward_terms(functions: Sequence[Any] | Any) -> list[RewardTerm]:
-    """The terms of reward functions, given as `RewardTerm.from_spec` takes them."""
-    terms, name = [], "reward_functions"
-    for place, given in named_entries(functions, name):
-        with called(name, place):
-            is_term = isinstance(given, RewardTerm)
-            terms.append(given if is_term else RewardTerm.from_spec(given))
-    return terms
-
-
 class RewardSum:
     """The weighted sum of several reward functions, each one's failures costing only its rows.
 
@@ -91,7 +80,11 @@ class RewardSum:
     """
 
     def __init__(self, functions: Sequence[Any] | Any) -> None:
-        self.terms = reward_terms(functions)
+        self.terms: list[RewardTerm] = []
+        for place, given in named_entries(functions, "reward_functions"):
+            with called("reward_functions", place):
+                is_term = isinstance(given, RewardTerm)
+                self.terms.append(given if is_term else RewardTerm.from_spec(given))
         check_names([term.name for term in self.terms], functions)
         self.num_failed = dict.fromkeys((term.name for term in self.terms), 0)
         self._warned: set[str] = set()
@@ -145,8 +138,8 @@ class RewardSum:
             for row in (~result.valid).nonzero().flatten().tolist():
                 reasons[row] = f"{term.name}: {result.reasons[row]}"
             for name, values in result.metrics.items():
-                if name in metrics:
-                    raise RewardError("metric", "come from one reward function", value=name)
+                require(name not in metrics, "metric", name, "come from one reward function",
+                        kind=RewardError)  # fmt: skip
                 metrics[name] = values
             for name, value in term.metrics().items():
                 metrics[name] = torch.full_like(scores, value)

@@ -409,14 +409,14 @@ def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     source = source_of(stage, rows)
     looked_at = min(NUM_ENCODED, len(source))
     encoder.encode([source.row(index) for index in range(looked_at)])
-    if encoder.num_truncated > MAX_CUT * looked_at:
+    if (num_cut := len(encoder.truncated)) > MAX_CUT * looked_at:
         longest, positions = encoder.longest(source), num_positions(config.pretrained_model)
         remedy = f"Raise max_prompt_len to {longest}, or shorten them"
         if positions is not None and longest + config.max_new_tokens > positions:
             room = max(0, positions - config.max_new_tokens)
             remedy = f"Shorten them: the model reads {positions} tokens, and beside max_new_tokens="
             remedy += f"{config.max_new_tokens} a prompt has {room} of them"
-        yield warning("max_prompt_len", "hold the prompts", f"{encoder.num_truncated} of the first "
+        yield warning("max_prompt_len", "hold the prompts", f"{num_cut} of the first "
                       f"{looked_at} lose their beginning", remedy,
                       env["max_prompt_len"])  # fmt: skip
 
