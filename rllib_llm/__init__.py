@@ -31,7 +31,6 @@ _PUBLIC = {
     "DPOConfig": "rllib_llm.algorithms.dpo",
     "BanditEnv": "rllib_llm.envs.bandit",
     "check_env": "rllib_llm.envs.check_env",
-    "Progress": "rllib_llm.runs.live_table",
     "default_callbacks": "rllib_llm.runs",
     "serve": "rllib_llm.serving.deployment",
 }

@@ -12,6 +12,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -163,10 +164,9 @@ def saved_config(folder: Path) -> Any:
 
 def name_class(folder: Path) -> None:
     """Makes the checkpoint in `folder` refer to its class by name instead of pickling it."""
-    with (folder / CLASS_FILE).open("rb") as stream:
-        made = pickle.load(stream)
-    made["class"] = importable(made["class"])
-    (folder / CLASS_FILE).write_bytes(cloudpickle.dumps(made))
+    file = folder / CLASS_FILE
+    made = pickle.loads(file.read_bytes())
+    file.write_bytes(cloudpickle.dumps({**made, "class": importable(made["class"])}))
 
 
 def importable(cls: type) -> type:
@@ -416,16 +416,10 @@ def find_checkpoint(folder: str | Path) -> Path:
         # RLlib's own algorithms know no manifest.
         given = place(folder)
         for candidate in [given, *RunFolder(given).checkpoints()]:
-            if (candidate / CLASS_FILE).is_file() and _is_stock(copy := local_copy(candidate)):
-                return copy
+            if (candidate / CLASS_FILE).is_file():
+                copy, cut_off = local_copy(candidate), (pickle.UnpicklingError, EOFError)
+                with contextlib.suppress(*cut_off, AttributeError, ImportError):
+                    cls = pickle.loads((copy / CLASS_FILE).read_bytes())["class"]
+                    if issubclass(cls, Algorithm) and not issubclass(cls, WholeCheckpoints):
+                        return copy
         raise
-
-
-def _is_stock(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of an RLlib algorithm that is none of ours, and no module."""
-    try:
-        with (checkpoint / CLASS_FILE).open("rb") as stream:
-            cls = pickle.load(stream)["class"]
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError):
-        return False  # cut off
-    return issubclass(cls, Algorithm) and not issubclass(cls, WholeCheckpoints)

@@ -26,7 +26,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,12 @@ def written_whole(target: str | Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=STAGED, dir=target))
     try:
         yield partial
-        _refuse_taken(target, read_manifest(partial)["files"])
+        for name in sorted(read_manifest(partial)["files"].keys() - _own_files(target)):
+            above = [target / parent for parent in Path(name).parents]
+            is_free = all(path.is_dir() for path in above if path.exists())
+            if not is_free or (target / name).exists():
+                raise _wrong(target, f"have no {name} of your own", "a checkpoint writes it",
+                             "Choose another folder, or remove the file")  # fmt: skip
         os.rename(partial, target / COMPLETE)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -195,14 +200,6 @@ def _own_files(target: Path) -> set[str]:
         return set()
 
 
-def _refuse_taken(target: Path, names: Iterable[str]) -> None:
-    for name in sorted(set(names) - _own_files(target)):
-        above = [target / parent for parent in Path(name).parents]
-        if (target / name).exists() or not all(path.is_dir() for path in above if path.exists()):
-            raise _wrong(target, f"have no {name} of your own", "a checkpoint writes it",
-                         "Choose another folder, or remove the file")  # fmt: skip
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of the checkpoint `folder`; its other files are not read.
 
@@ -233,7 +230,10 @@ def _no_checkpoint(folder: Place) -> CheckpointError:
     if (folder / "config.json").is_file():
         return _wrong(folder, "be a checkpoint", "it is a model's folder", "Name the checkpoint, "
                       "trial or run that it is of")  # fmt: skip
-    if _is_of_checkpoint(folder):
+    # Called as Tune calls checkpoints, with what is in one, or in one.
+    is_called = re.fullmatch(r"(best_)?checkpoint(_\d+)?", folder.name)
+    marks = (folder.parent / MANIFEST, *(folder / part for part in PARTS))
+    if is_called or any(mark.exists() for mark in marks):
         return _wrong(folder, f"hold {MANIFEST}, which is written last", "it was not made by "
                       "rllib_llm, or saving it was interrupted")  # fmt: skip
     inner = RunFolder(folder).holding(CHECKPOINTS)
@@ -250,15 +250,7 @@ def _is_of_run(folder: Place) -> bool:
     return (folder / RUN_RECORD).is_file() or bool(RunFolder(folder).in_trials(RESULTS))
 
 
-def _is_of_checkpoint(folder: Place) -> bool:
-    """Whether a folder is called as Tune calls checkpoints, holds what is in one, or lies in it."""
-    is_called = re.fullmatch(r"(best_)?checkpoint(_\d+)?", folder.name)
-    marks = (folder.parent / MANIFEST, *(folder / part for part in PARTS))
-    return bool(is_called) or any(mark.exists() for mark in marks)
-
-
 def _named_like(folder: Path) -> str:
-    """Advice where a folder is not there: those beside it, if one has a similar name."""
     close = folder_like(folder, cutoff=0.5)
     return f"Did you mean {close!r}?" if close else PRINTED
 

@@ -95,7 +95,7 @@ def _diagnose(
         try:
             yield from (named(problem, stage) for problem in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:
-            yield from (problem.within(stage.name) for problem in problems_of(error))
+            yield from (problem.within(stage.experiment.name) for problem in problems_of(error))
 
 
 def fits_cluster(sound: list[Examined], ray_address: str) -> Iterator[Problem]:

@@ -77,7 +77,12 @@ def evaluate(
         out.write_text(json.dumps(flat, indent=1), encoding="utf-8")
     console = Console()
     console.print(f"[bold]{escape(str(folder))}[/bold]", highlight=False, soft_wrap=True)
-    console.print(_table(flat))
+    table = Table()
+    table.add_column("result")
+    table.add_column("value", justify="right")
+    for key in sorted(flat):
+        table.add_row(key, f"{flat[key]:.6g}")
+    console.print(table)
 
 
 def _sampled(samples: int | None, pass_at: str | None) -> dict[str, Any]:
@@ -175,12 +180,3 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
         raise typer.Exit(1) from error
     finally:
         algorithm.stop()
-
-
-def _table(flat: dict[str, float]) -> Table:
-    table = Table()
-    table.add_column("result")
-    table.add_column("value", justify="right")
-    for key in sorted(flat):
-        table.add_row(key, f"{flat[key]:.6g}")
-    return table

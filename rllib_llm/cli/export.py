@@ -36,24 +36,19 @@ def export(
             copy_model(source, folder)
             print(folder)
             return
+        from huggingface_hub import HfApi, errors
+
+        hub = HfApi()
+        refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError
         with tempfile.TemporaryDirectory() as made:
             copy_model(source, Path(made))
-            print(_upload(Path(made), to.removeprefix(HUB), private))
-
-
-def _upload(folder: Path, name: str, private: bool) -> str:
-    """Returns the address of the repository."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-
-    hub = HfApi()
-    try:
-        address = hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=address.repo_id, folder_path=folder,
-                          commit_message="Model and card from rllib_llm")  # fmt: skip
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise Problems("--to", "be a repository that you may write to", reason,
-                       "Log in with `hf auth login`, or set HF_TOKEN", f"{HUB}{name}"
-                       ) from error  # fmt: skip
-    return str(address)
+            try:
+                address = hub.create_repo(to.removeprefix(HUB), private=private, exist_ok=True)
+                hub.upload_folder(repo_id=address.repo_id, folder_path=Path(made),
+                                  commit_message="Model and card from rllib_llm")  # fmt: skip
+            except (*refused, OSError) as error:
+                raise Problems("--to", "be a repository that you may write to",
+                               " ".join(str(error).split()),
+                               "Log in with `hf auth login`, or set HF_TOKEN", to
+                               ) from error  # fmt: skip
+        print(address)

@@ -231,8 +231,20 @@ def generate(
         prompts = [] if talks else _from_stdin() if file is None else _prompts(file, column)
     if talks:
         converse(completer, Console())
-    else:
-        _complete_file(completer, prompts, out)
+        return
+    with user_errors():  # JSON lines, to the file or to standard output
+        batches = (prompts[i : i + BATCH_PROMPTS] for i in range(0, len(prompts), BATCH_PROMPTS))
+        rows = (row for batch in batches for row in completer.complete(batch))
+        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+        if out is None:
+            for line in lines:
+                print(line, flush=True)
+            return
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("w", encoding="utf-8") as stream:
+            num_lines = sum(stream.write(f"{line}\n") > 0 for line in lines)
+    text = f"{num_lines} completions in {out}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def unescaped(text: str) -> str:
@@ -266,24 +278,6 @@ def _prompts(file: Path, column: str | None) -> list[Any]:
             raise Problems([replace(error.problem, name="--column", remedy=remedy)]) from error
         raise
     return [source.row(index).prompt for index in range(len(source))]
-
-
-def _complete_file(completer: CheckpointCompleter, prompts: list[Any], out: Path | None) -> None:
-    """Write the completions of all prompts as JSON lines, to the file `out` or to standard
-    output."""
-    with user_errors():
-        batches = (prompts[i : i + BATCH_PROMPTS] for i in range(0, len(prompts), BATCH_PROMPTS))
-        rows = (row for batch in batches for row in completer.complete(batch))
-        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-        if out is None:
-            for line in lines:
-                print(line, flush=True)
-            return
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("w", encoding="utf-8") as stream:
-            num_lines = sum(stream.write(f"{line}\n") > 0 for line in lines)
-    text = f"{num_lines} completions in {out}"
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def converse(completer: CheckpointCompleter, console: Console) -> None:

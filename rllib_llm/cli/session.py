@@ -113,27 +113,7 @@ def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
     """Make this process ready to load algorithms: quiet, and able to import from its folder.
 
     Ray's workers inherit both, and import the modules `imports`. Call it before Ray is imported.
-    """
-    quiet_environment(verbosity)
-    # Imports make millions of objects that stay: looking for garbage among them takes a tenth of
-    # the seconds until a command begins its work.
-    gc.set_threshold(100_000, 50, 50)
-    # Tune records what trials have saved every ten seconds; a killed run shall find its last one.
-    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if folder not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
-    with user_errors(verbosity):
-        name_imports(imports or ())
-
-
-def quiet_environment(verbosity: int = 0) -> None:
-    """Set the environment that keeps Ray's driver and workers quiet. Call before importing Ray.
-
-    Values that the user has set are kept.
+    Values of the environment that the user has set are kept.
     """
     defaults = {
         # Ray hides GPUs from actors that ask for none, in future versions no longer: it warns.
@@ -146,6 +126,8 @@ def quiet_environment(verbosity: int = 0) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
+        # Tune records what trials have saved every ten seconds; a killed run shall find its last.
+        "TUNE_GLOBAL_CHECKPOINT_S": "1",
     }
     if verbosity == 0:
         defaults["TRANSFORMERS_VERBOSITY"] = "error"
@@ -159,6 +141,17 @@ def quiet_environment(verbosity: int = 0) -> None:
         logging.getLogger(name).setLevel(log_level(verbosity))
     if verbosity == 0:  # what fails is shown once, by us
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    # Imports make millions of objects that stay: looking for garbage among them takes a tenth of
+    # the seconds until a command begins its work.
+    gc.set_threshold(100_000, 50, 50)
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+    with user_errors(verbosity):
+        name_imports(imports or ())
 
 
 @contextlib.contextmanager

@@ -226,10 +226,6 @@ class Optimiser(Settings):
         also="clip_grad gradient_clipping grad_norm", reason="longer gradients are shortened to it",
         remedy="Use null for none",
     )  # fmt: skip
-    grad_clip_by: Literal["global_norm"] = setting(
-        "global_norm", '"global_norm"', reason="`grad_clip` is the maximum of that norm",
-        remedy="Leave it out",
-    )  # fmt: skip
     num_epochs: int = setting(
         1, "the number of passes of an iteration over its batch", least=1,
         trl="num_iterations num_ppo_epochs", rllib="num_sgd_iter",

@@ -158,14 +158,10 @@ ONLINE = (
         create_local_env_runner (bool): whether the driver's process samples beside remote ones
         explore (bool): whether an evaluation samples or takes likeliest tokens; training samples
     """)),
-    Section("evaluation", "Results on held-out prompts.", (
-        Setting(name="evaluation_duration_unit", type=str, default="episodes",
-                meaning='"episodes"', choices=("episodes",), remedy="Leave it out",
-                reason="a completion is an episode, and completions are counted"),
-        *_rows("""
+    Section("evaluation", "Results on held-out prompts.", _rows("""
         evaluation_num_env_runners (count): the processes that sample for evaluation
         custom_evaluation_function (functions?): what evaluates, instead of our own
-    """))),
+    """)),
     Section("callbacks", "Functions of your own that are called.", _rows("""
         callbacks_on_env_runners_recreated (functions?): called when samplers were started again
         callbacks_on_environment_created (functions?): called when a sampler has its environment
@@ -230,7 +226,7 @@ INSTEAD = {
     "step, that times gradient_accumulation_steps, are 'minibatch_size'",
     "gradient_accumulation_steps": "Set 'minibatch_size', the rows of an optimiser step: "
     "per_device_train_batch_size times gradient_accumulation_steps",
-    "report_to": "Weights & Biases is switched on with --wandb-project",
+    "report_to": "Trackers stand beside the config: `trackers: [wandb]`",
     "logging_steps": "Every iteration is logged; leave it out",
     "torch_compile_worker": "Decoding has a loop of its own; leave it out",
     "torch_compile_learner_what_to_compile": "The trunk's layers are compiled; leave it out",

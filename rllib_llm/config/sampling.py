@@ -36,13 +36,6 @@ def takes_rows(config: Any) -> bool:
     return engine is None or engine.takes_rows
 
 
-def _is_of_samplers(config: Any) -> bool:
-    """Whether the engine is used: the driver's own sampler shares the learner's module."""
-    engine = engine_of(config)
-    remote = bool(config.in_evaluation or config.num_env_runners)
-    return engine is None or not engine.takes_weights or remote
-
-
 ENGINE_OF_ITS_OWN = when(
     "engine", "is not 'torch'", lambda e: e != "torch", "Choose 'vllm', or remove it"
 )
@@ -53,7 +46,8 @@ TORCH_SAMPLES = Condition(
 )
 OWN_MODULE = Condition(
     "num_env_runners is 1 or more, or engine is 'torch'",
-    _is_of_samplers,
+    lambda c: (c.in_evaluation or c.num_env_runners or c.engine == "torch"
+               or not engine_class(c.engine).takes_weights),
     "with num_env_runners=0: sampler and learner share one module", "Use 1 or more",
 )  # fmt: skip
 TORCH_GENERATES = when(

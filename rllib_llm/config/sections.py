@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rllib_llm.shared.errors import Problem, Problems, warning
-from rllib_llm.shared.setting import IN_CONFIG, Section, Setting
+from rllib_llm.shared.setting import IN_CONFIG, Setting
 
 ConfigClass = Any  # a subclass of TabledConfig, which imports this module
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,16 +73,12 @@ def section_rows(config_class: ConfigClass, name: str) -> Mapping[str, Setting]:
     parts = [s for s in config_class.sections if s.name == name]
     for section in parts:
         rows |= {row.in_section: row for row in section.settings}
-    for section in (s for part in parts for s in _named(config_class, part.also)):
+    for section in (s for part in parts for s in config_class.sections if s.name in part.also):
         rows |= {row.name: row for row in section.settings if row.place == IN_CONFIG}
     for section in config_class.rllib_sections:
         if section.name == name:
             rows |= {row.name: row for row in section.settings}
     return rows
-
-
-def _named(config_class: ConfigClass, names: tuple[str, ...]) -> Iterator[Section]:
-    return (section for section in config_class.sections if section.name in names)
 
 
 @cached
@@ -199,21 +195,13 @@ def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
     by_rllib = rllib_parameters(section)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name, row in shown_rows(config_class, section).items():
-        kind: Any = inspect.Parameter.KEYWORD_ONLY
-        if name in by_rllib:
-            kind = by_rllib[name].kind
-        annotation: Any = row.type
+        kind: Any = by_rllib[name].kind if name in by_rllib else inspect.Parameter.KEYWORD_ONLY
+        annotation: Any = inspect.Parameter.empty if row.type is Any else row.type
         if row.choices:
             values: Any = (*row.choices, None) if row.is_optional else row.choices
             annotation = Literal[values]
-        parameters.append(
-            inspect.Parameter(
-                name,
-                kind,
-                default=Default(config_class, row),
-                annotation=inspect.Parameter.empty if annotation is Any else annotation,
-            )
-        )
+        default = Default(config_class, row)
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
     return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
@@ -245,37 +233,20 @@ def settings_of(config_class: ConfigClass) -> list[dict[str, Any]]:
     "env_config"), type, default (as Python writes it), range, unit, meaning, note, acts (when it
     has an effect, "" for always), trl, rllib and also (names elsewhere).
     """
-    home = sections_of(config_class)
-    return [
-        _described(config_class, section, name, row)
-        for section in section_names(config_class)
-        for name, row in shown_rows(config_class, section).items()
-        if home[row.name] == section
-    ]
-
-
-def _described(config_class: ConfigClass, section: str, name: str, row: Setting) -> dict[str, Any]:
-    return {
-        "section": section,
-        "name": name,
-        "flat": row.name,
-        "place": row.place,
-        "type": row.type_name,
-        "default": _shown(row.value(defaults(config_class))),
-        "range": row.range,
-        "unit": row.unit,
-        "meaning": row.headline,
-        "note": row.note,
-        "acts": row.effect,
-        "trl": list(row.trl),
-        "rllib": list(row.rllib),
-        "also": list(row.also),
-    }
-
-
-def _shown(value: Any) -> str:
-    """A default as Python writes it; of a class or function its name."""
-    return value.__name__ if isinstance(value, type) or callable(value) else repr(value)
+    home, found = sections_of(config_class), []
+    for section in section_names(config_class):
+        for name, row in shown_rows(config_class, section).items():
+            default = row.value(defaults(config_class))
+            if home[row.name] == section:
+                found.append({
+                    "section": section, "name": name, "flat": row.name, "place": row.place,
+                    "type": row.type_name,
+                    "default": default.__name__ if callable(default) else repr(default),
+                    "range": row.range, "unit": row.unit, "meaning": row.headline,
+                    "note": row.note, "acts": row.effect, "trl": list(row.trl),
+                    "rllib": list(row.rllib), "also": list(row.also),
+                })  # fmt: skip
+    return found
 
 
 # --- what is wrong, or does nothing ---------------------------------------------------------------

@@ -68,7 +68,9 @@ def facts(num_facts: int = 500, seed: int = 0) -> dict[str, str]:
     generator = torch.Generator().manual_seed(_STREAM + seed)
     titles = torch.randperm(26**_NUM_LETTERS, generator=generator)[:num_facts].tolist()
     values = torch.randint(10**_NUM_DIGITS, (num_facts,), generator=generator).tolist()
-    return {_title(t): str(v).zfill(_NUM_DIGITS) for t, v in zip(titles, values, strict=True)}
+    places = ([title // 26**i % 26 for i in range(_NUM_LETTERS)] for title in titles)
+    keys = ("".join(map(string.ascii_lowercase.__getitem__, each)) for each in places)
+    return {key: str(v).zfill(_NUM_DIGITS) for key, v in zip(keys, values, strict=True)}
 
 
 def sft_rows(num_rows: int = 8000, call_share: float = 1.0) -> list[dict[str, Any]]:
@@ -87,7 +89,3 @@ def build_model(
     """A small Llama with random weights, and its tokenizer; size: see `small_llama`."""
     return small_llama(chat_tokenizer(_CHARACTERS, _PIECES), seed, max_len=max_len, **size)
 
-
-def _title(number: int) -> str:
-    places = (number // 26**i % 26 for i in range(_NUM_LETTERS))
-    return "".join(string.ascii_lowercase[place] for place in places)

@@ -116,16 +116,12 @@ def judge(text: str) -> ReviewGrade:
     """
     first, *said = _sentences(text)
     opinions = sum(_opinions().get(sentence, 0) for sentence in said)
-    return ReviewGrade(_is_review(first, said), sentiment=max(-3, min(3, opinions)))
-
-
-def _is_review(first: str, said: list[str]) -> bool:
-    kind = _kind_of_first_sentence().get(first)
-    if kind is None or len(said) - 1 not in NUM_BODIES or len(set(said)) < len(said):
-        return False
-    table = tables(kind)
-    roles = [*(table.of_thing, table.of_part, table.of_thing)[: len(said) - 1], table.verdicts]
-    return all(sentence in role.sentiments for role, sentence in zip(roles, said, strict=True))
+    kind, is_review = _kind_of_first_sentence().get(first), False
+    if kind is not None and len(said) - 1 in NUM_BODIES and len(set(said)) == len(said):
+        table = tables(kind)
+        roles = [*(table.of_thing, table.of_part, table.of_thing)[: len(said) - 1], table.verdicts]
+        is_review = all(one in role.sentiments for role, one in zip(roles, said, strict=True))
+    return ReviewGrade(is_review, sentiment=max(-3, min(3, opinions)))
 
 
 @lru_cache(maxsize=1)

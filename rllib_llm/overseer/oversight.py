@@ -134,24 +134,22 @@ class Oversight:
                     self._carry_out(link, command)
 
     def _carry_out(self, link: Link, command: Mapping[str, Any]) -> None:
-        try:
-            link.answer(command, self._result_of(command))
-        except ValueError as error:
-            link.answer(command, str(error), refused=True)
-
-    def _result_of(self, command: Mapping[str, Any]) -> str:
-        name, iteration = command["name"], self._iteration
+        name, iteration, refused = command["name"], self._iteration, False
         if name == "pause":
             self.paused = True
-            return f"paused after iteration {iteration}"
-        if name == "resume":
-            was_paused, self.paused = self.paused, False
-            return f"resumes after iteration {iteration}" if was_paused else "it was not paused"
-        if name == "scale":
-            return self._scale_samplers(command["arguments"]["samplers"])
-        self._marks[SHOULD_CHECKPOINT] = True
-        if name == "checkpoint":
-            return f"iteration {iteration} is being saved"
-        self.paused = False
-        self._marks[STOP_RUN] = True
-        return f"iteration {iteration} is being saved; then the run ends"
+            text = f"paused after iteration {iteration}"
+        elif name == "resume":
+            text = f"resumes after iteration {iteration}" if self.paused else "it was not paused"
+            self.paused = False
+        elif name == "scale":
+            try:
+                text = self._scale_samplers(command["arguments"]["samplers"])
+            except ValueError as error:
+                text, refused = str(error), True
+        else:
+            self._marks[SHOULD_CHECKPOINT] = True
+            text = f"iteration {iteration} is being saved"
+            if name == "stop":
+                self.paused, self._marks[STOP_RUN] = False, True
+                text += "; then the run ends"
+        link.answer(command, text, refused=refused)

@@ -73,17 +73,6 @@ class Command:
     answer: str = ""
 
 
-def check_command(name: str, arguments: dict[str, Any]) -> None:
-    """Raises Problems unless a run takes this command."""
-    require(name in NAMES, "command", name, f"be one of {NAMES}", "", "")
-    if name == "scale":
-        samplers = arguments.get("samplers")
-        is_count = type(samplers) is int and samplers >= 1
-        require(is_count, "samplers", samplers, "be a whole number of at least 1", "", "")
-    else:
-        require(not arguments, "arguments", arguments, "be left out", f"{name} takes none", "")
-
-
 SILENT_SECONDS = 15.0  # after which a part counts as silent
 FORGOTTEN_SECONDS = 600.0  # after which it is left out
 MAX_KEPT = 200  # commands that are remembered
@@ -138,10 +127,15 @@ class Overseer:
             Problems: no such command.
         """
         given = dict(arguments or {})
-        check_command(name, given)
+        require(name in NAMES, "command", name, f"be one of {NAMES}", "", "")
+        samplers = given.pop("samplers", None) if name == "scale" else 1
+        is_count = type(samplers) is int and samplers >= 1
+        require(is_count, "samplers", samplers, "be a whole number of at least 1", "", "")
+        require(not given, "arguments", given, "be left out", f"{name} takes none of them", "")
+        given |= {"samplers": samplers} if name == "scale" else {}
         with self._lock:
             new = [
-                Command(next(self._ids), name, part["part"], part["incarnation"], dict(given))
+                Command(next(self._ids), name, part["part"], part["incarnation"], {**given})
                 for part in self._alive() if part["kind"] == "trial"
             ]  # fmt: skip
             self._commands |= {command.id: command for command in new}
@@ -202,11 +196,6 @@ class Overseer:
         ]
 
 
-def is_settled(commands: list[dict[str, Any]]) -> bool:
-    """Whether the state of each is final."""
-    return all(command["state"] in (DONE, REFUSED, LOST) for command in commands)
-
-
 # In the folder of a stage, JSON {"url", "token"}. Without that ending: of a run that is resumed,
 # Tune puts every .json and .pkl file of that folder back, again and again, as it was at first.
 ADDRESS_FILE = "overseer.address"
@@ -227,20 +216,17 @@ class OverseerServer:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="overseer", daemon=True).start()
-        self._write()
-
-    def close(self) -> None:
-        """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_suffix(f".{os.getpid()}")
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             json.dump({"url": self.url, "token": self.token}, stream)
         os.replace(new, self.file)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class _RequestHandler(BaseHTTPRequestHandler):
@@ -382,22 +368,20 @@ class Run:
         body = json.dumps({"name": command, "arguments": arguments}).encode()
         commands = self._ask("/commands", body)["commands"]
         end = time.monotonic() + timeout_s
-        while not is_settled(commands) and time.monotonic() < end:
+        while any(each["state"] == WAITING for each in commands) and time.monotonic() < end:
             time.sleep(POLL_S)
             commands = self._updated(commands)
         return commands
 
     def _updated(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The current state of commands; unchanged while there is no answer."""
-        ids = {command["id"]: command for command in commands}
         try:
-            found = self._ask("/commands?" + "&".join(f"id={i}" for i in ids))["commands"]
+            ids = "&".join(f"id={each['id']}" for each in commands)
+            found = {each["id"]: each for each in self._ask(f"/commands?{ids}")["commands"]}
         except NoOverseerError:  # it is started again, or the run has ended
             return commands
-        known = {command["id"]: command for command in found}
         lost = {"state": LOST, "answer": "the overseer was started again; whether it was carried "
                 "out shows in rllib status"}  # fmt: skip
-        return [known.get(i, {**command, **lost}) for i, command in ids.items()]
+        return [found.get(each["id"], {**each, **lost}) for each in commands]
 
     def _ask(self, path: str, body: bytes | None = None) -> Any:
         return json.loads(self._read(path, body))

@@ -111,14 +111,17 @@ class LiveTable(Callback):
     Use it as a context manager around `Tuner.fit()`, and give it to the run's callbacks.
     """
 
-    def __init__(self, title: str, stop: Mapping[str, Any], console: Console) -> None:
+    def __init__(
+        self, title: str, stop: Mapping[str, Any], console: Console, told: Iterable[str] = ()
+    ) -> None:
+        """`told`: warnings that were already shown, so that they are not repeated."""
         self._title, self._stage, self._stop = title, title.partition(" ")[0], dict(stop)
         self._console = console
         self._rows: dict[str, TrialRow] = {}
         self._started = time.monotonic()
         self._last_line = -LINE_INTERVAL_S
         self._last_poll = 0.0
-        self._told: set[str] = set()
+        self._told = {*map(same_key, told)}
         self._live: Live | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,10 +205,6 @@ class LiveTable(Callback):
         for row in self._rows.values():
             for text in row.ear.new_warnings() if row.ear is not None else ():
                 self.warn(text)
-
-    def know(self, warnings: Iterable[str]) -> None:
-        """Registers warnings that were already shown, so that they are not repeated."""
-        self._told.update(same_key(text) for text in warnings)
 
     def warn(self, text: str) -> None:
         """Print a warning above the table, the same one of several trials once."""
@@ -323,40 +322,20 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Progress(LiveTable):
-    """The progress lines of `rllib train`, for a `Tuner` of your own whose output is off:
-
-    tune.RunConfig(verbose=0, callbacks=[Progress()])
-    """
-
-    def __init__(self, stop: Mapping[str, Any] | None = None) -> None:
-        """`stop`: when a trial ends, to tell how far it is; by default that of the run."""
-        super().__init__("trials", stop or {}, _plain_console())
-        self._stage = ""  # trials of the same settings are not the same
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._console = _plain_console()  # a resumed run's
-
-    def setup(self, stop: Any = None, **info: Any) -> None:
-        """Takes the run's stop criteria, where none were given."""
-        if not self._stop and isinstance(stop, Mapping):
-            self._stop.update(stop)
-
-
-class TunerProgress(Progress):
-    """`Progress` for runs of this package's algorithms with the default `verbose` of `RunConfig`
-    (3); silent otherwise, and for other algorithms."""
+class TunerProgress(LiveTable):
+    """The progress lines of `rllib train`, for a `Tuner` of this package's algorithms with the
+    default `verbose` of `RunConfig` (3); silent otherwise, and for other algorithms."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("trials", {}, Console(width=sys.maxsize, force_terminal=False))
+        self._stage = ""  # trials of the same settings are not the same
         self.setup()
 
     def setup(self, stop: Any = None, total_num_samples: Any = None, **info: Any) -> None:
         """Stores the run's description; its algorithms are not known yet."""
-        super().setup(stop)
-        self._console.quiet, self._is_decided = True, False
-        self._num_trials = total_num_samples
+        self._stop = dict(stop) if isinstance(stop, Mapping) else {}
+        self._console = Console(width=sys.maxsize, force_terminal=False, quiet=True)
+        self._is_decided, self._num_trials = False, total_num_samples
 
     def on_step_begin(self, iteration: int, trials: list, **info: Any) -> None:
         """Once, when the first trials are known, decides whether to speak, and Tune not to."""
@@ -384,7 +363,3 @@ class TunerProgress(Progress):
 
     def on_experiment_end(self, trials: list, **info: Any) -> None:
         self._console.print(self.table())
-
-
-def _plain_console() -> Console:
-    return Console(width=sys.maxsize, force_terminal=False)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllib_llm.runs.results import fresh_series, number
-from rllib_llm.shared.errors import suggestion
 
 # By title: names as they are joined by `/`, several of one kind with commas; unit; meaning.
 GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -248,13 +247,6 @@ def may_report(run: str, name: str) -> bool:
     return algos is None or run in algos or (run in SAMPLING and is_held_out(name))
 
 
-def result_like(name: str, run: str = "") -> str:
-    """A sentence with the results whose names are nearest to `name`; with `run`, those of one of
-    our algorithms."""
-    known = [name for name in NAMES if "<" not in name and (not run or may_report(run, name))]
-    return suggestion(name, known)
-
-
 @dataclass(frozen=True)
 class Metric:
     """One result as it is shown: `key` in the flat result, column title, number format."""
@@ -291,6 +283,8 @@ COLUMNS: dict[str, tuple[Metric, ...]] = {
     ),
     "episode": (),
 }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Curve:
     """A result that summary and report show, and where it was measured on held-out data."""

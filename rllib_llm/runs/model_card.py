@@ -32,6 +32,7 @@ def model_card(experiment: Experiment, results: Mapping[str, float], source: str
     config = experiment.config
     base = str(config.get("model", ""))
     data = {name: config[name] for name in DATA_SETTINGS if config.get(name) is not None}
+    named = [f"`{name}: {' '.join(str(each).split())[:120]}`" for name, each in data.items()]
     algorithm = short_name(experiment.run)
     hub_data = [path for each in data.values() if (path := _hub_id(each))]
     card = ModelCardData(
@@ -54,7 +55,7 @@ def model_card(experiment: Experiment, results: Mapping[str, float], source: str
 - base model: {f"`{base}`" if base else "not named"}
 - algorithm: {algorithm}, by [Ray RLlib](https://docs.ray.io/en/latest/rllib/index.html) and
   rllib_llm {version("rllib-llm")}
-- data: {", ".join(f"`{name}: {_in_one_line(each)}`" for name, each in data.items()) or "see below"}
+- data: {", ".join(named) or "see below"}
 
 ## Results
 
@@ -80,10 +81,6 @@ def _hub_id(value: Any) -> str:
     while isinstance(path, Mapping):  # {data: {path: ...}}
         path = path.get("data", path.get("path"))
     return path if isinstance(path, str) and HUB_ID.fullmatch(path) else ""
-
-
-def _in_one_line(value: Any) -> str:
-    return " ".join(str(value).split())[:120]
 
 
 def _plain(value: Any) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ray.tune import CheckpointConfig
+
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.places import Reservation, check_nodes, total_of
 from rllib_llm.algorithms.registry import ALGORITHMS
@@ -18,7 +20,7 @@ from rllib_llm.config.environments import entry_config
 from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.config.tabled_config import TabledConfig
 from rllib_llm.runs.doctor.data_rules import SETTINGS, row_problems, source_problems
-from rllib_llm.runs.doctor.stage import Stage, stage_of
+from rllib_llm.runs.doctor.stage import Stage, env_settings
 from rllib_llm.runs.experiments import (
     KEYS,
     Experiment,
@@ -29,13 +31,13 @@ from rllib_llm.runs.experiments import (
 )
 from rllib_llm.runs.metrics import (
     COUNTERS,
+    NAMES,
     TYPICAL,
     USUAL_COUNTERS,
     is_held_out,
     is_reported,
     may_report,
     reporters,
-    result_like,
 )
 from rllib_llm.runs.search_space import (
     examples,
@@ -178,7 +180,8 @@ def _config_problems(result: Examined) -> Iterator[Problem]:
             read.add(key)
             found += problems_in(row_problems, config)
         if not errors_of(found):
-            result.stage = result.stage or stage_of(experiment, config)
+            if ours and result.stage is None:
+                result.stage = Stage(experiment, config, env_settings(config))
             one = Reservation.of(algo_class.default_resource_request(config), config)
             result.reserved += [] if one in result.reserved else [one]
         for problem in found:
@@ -235,7 +238,9 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
         rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
         remedy = f"Name one that {run} reports, such as {typical!r}"
         if not known:
-            why, like = "no trial reports it", result_like(key, run if is_certain else "")
+            names = [each for each in NAMES if "<" not in each]
+            names = [each for each in names if not is_certain or may_report(run, each)]
+            why, like = "no trial reports it", suggestion(key, names)
             remedy = like if like.startswith("Did you mean") else remedy
         elif is_certain and not may_report(run, key):
             why = f"of our algorithms only {' and '.join(sorted(others or ()))} report it"
@@ -253,7 +258,7 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
             yield warning(where, rule, f"{why}the trials end after an iteration", remedy, key)
 
 
-def checkpoint_settings(experiment: Experiment) -> Any:
+def checkpoint_settings(experiment: Experiment) -> CheckpointConfig:
     """Return Tune's `CheckpointConfig`; a checkpoint at the end is on unless switched off.
 
     Of checkpoints by time two are kept, where no scheduler copies them from trial to trial.
@@ -261,8 +266,6 @@ def checkpoint_settings(experiment: Experiment) -> Any:
     Raises:
         ValueError: a setting that Tune refuses.
     """
-    from ray.tune import CheckpointConfig
-
     settings = {"checkpoint_at_end": True, **experiment.checkpoint_config}
     settings.pop(INTERVAL, None)
     if "checkpoint_frequency" not in settings and not experiment.scheduler:

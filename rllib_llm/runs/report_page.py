@@ -31,7 +31,7 @@ from rllib_llm.runs.results import (
     read_results,
     series,
 )
-from rllib_llm.runs.run_folder import read_environment
+from rllib_llm.runs.run_folder import ENVIRONMENT_FILE
 from rllib_llm.runs.signs import signs
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
@@ -141,7 +141,7 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
         "label": trial.label, "iterations": last.get("training_iteration"),
         "seconds": number(last.get("time_total_s")),
         "settings": {name: _short(value) for name, value in sorted(settings.items())},
-        "environment": read_environment(trial.folder.parent),  # of the stage
+        "environment": read_json(trial.folder.parent / ENVIRONMENT_FILE),  # of the stage
         "summary": summary, "panels": panels(results),
         "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
         "pairs": pairs, "rows": rows, "thumbnails": thumbnails,

@@ -12,12 +12,11 @@ import itertools
 import json
 import os
 import platform
-import random
 import re
+import secrets
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -60,39 +59,22 @@ def new_folder(
         Problems: a run of the chosen name is there already.
     """
     stamped = f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    folder = root / (chosen or stamped)
-    number = 1
-    while not _claim(folder):
+    for number in itertools.count(1):
+        folder = root / (chosen or stamped + (f"_{number}" if number > 1 else ""))
+        if isinstance(folder, UrlPath):
+            # Object stores cannot create a file only where there is none, so that of several runs
+            # that begin in one second each has a name of its own.
+            folder = folder if chosen else root / f"{stamped}_{secrets.randbelow(10**12)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            with contextlib.suppress(FileExistsError):  # of several that start at once, one does
+                if isinstance(folder, Path):
+                    (folder / RUN_RECORD).touch(exist_ok=False)
+                break
         require(not chosen, "experiment_name", chosen, "be new", f"{folder} is a run",
                 "Add --resume to continue it, or choose another name")  # fmt: skip
-        # Another run began in the same second; at a URL the two may meet again.
-        number += random.randrange(1, 1000) if isinstance(folder, UrlPath) else 1
-        folder = root / f"{stamped}_{number}"
     write_record(folder, source, experiments)
     return folder
-
-
-def _claim(folder: Place) -> bool:
-    """Whether the folder is this run's now: it was not there, or empty.
-
-    Object stores cannot create a file only where there is none, but list what was written: of
-    several that start at once, the one whose mark stands alone has the folder, or none.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        return False
-    if not isinstance(folder, UrlPath):
-        try:
-            (folder / RUN_RECORD).touch(exist_ok=False)  # of several that start at once, one does
-        except FileExistsError:
-            return False
-        return True
-    mark = folder / f"{uuid.uuid4().hex}.start"
-    mark.write_text("")
-    if is_alone := [each.name for each in folder.iterdir()] == [mark.name]:
-        (folder / RUN_RECORD).write_text("")
-    mark.unlink()
-    return is_alone
 
 
 def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> Place:
@@ -122,16 +104,6 @@ def resumed_folder(root: Place, name: str, chosen: str | None, source: str) -> P
                        f"other runs there: {', '.join(sorted(others))}" if others else "",
                        "Check --experiment-name and --storage-path")  # fmt: skip
     return ours[-1]
-
-
-def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
-    """Check and record the experiments with which a run continues. Call it within `alone_in`.
-
-    Raises:
-        Problems: they are not what it began with.
-    """
-    check_continues(folder, experiments)
-    write_record(folder, read_json(folder / RUN_RECORD).get("source", source), experiments)
 
 
 @contextlib.contextmanager
@@ -194,13 +166,15 @@ def set_aside(stage: Place, folders: Sequence[Place]) -> str:
     return f" Its files so far are in {str(target)!r}." if moved else ""
 
 
-def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
-    """Check that experiments that have begun in `folder` are requested unchanged.
+def continue_run(folder: Place, source: str, experiments: Sequence[Experiment]) -> None:
+    """Record the experiments with which a run continues: those that have begun in `folder` are
+    requested unchanged. Call it within `alone_in`.
 
     Raises:
         Problems: all settings that differ and would not take effect.
     """
-    before = {spec["name"]: spec for spec in read_json(folder / RUN_RECORD).get("experiments", [])}
+    record = read_json(folder / RUN_RECORD)
+    before = {spec["name"]: spec for spec in record.get("experiments", [])}
     now = {spec["name"]: spec for spec in as_json(experiments)}
     begun = [name for name in before if has_saved(folder / name)]
     problems = [
@@ -227,6 +201,7 @@ def check_continues(folder: Place, experiments: Sequence[Experiment]) -> None:
             name, why = f"{experiment.name}.stop", f"{later[0]} has begun from its result"
             problems.append(Problem(name, f"be {result.stop!r}", why, anew, experiment.stop))
     report(problems)
+    write_record(folder, record.get("source", source), experiments)
 
 
 def as_json(experiments: Iterable[Experiment]) -> list[dict[str, Any]]:
@@ -304,7 +279,3 @@ def write_environment(folder: Place) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(file, json.dumps(describe_environment(), indent=1))
 
-
-def read_environment(folder: Place) -> dict[str, str]:
-    """Read the environment recorded in `folder`; {} if none was."""
-    return read_json(folder / ENVIRONMENT_FILE)

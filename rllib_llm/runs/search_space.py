@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from ray import tune
 from ray.tune import TuneError
-from ray.tune.schedulers import PopulationBasedTraining
-from ray.tune.search.sample import Float, Integer
+from ray.tune.schedulers import SCHEDULER_IMPORT, PopulationBasedTraining, create_scheduler
+from ray.tune.search import SEARCH_ALG_IMPORT, create_searcher
+from ray.tune.search.sample import Categorical, Float, Integer
+from ray.tune.search.variant_generator import generate_variants
 
 from rllib_llm.config.schema import flat_settings
 from rllib_llm.runs.experiments import Experiment, algorithm_class
@@ -27,8 +31,6 @@ def to_tune(value: Any, where: str) -> Any:
     Raises:
         Problems: wrong arguments for a sampler.
     """
-    from ray import tune
-
     if isinstance(value, list):
         return [to_tune(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -51,18 +53,12 @@ def _entries(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 def examples(config: dict[str, Any], limit: int = 64) -> list[dict[str, Any]]:
     """Return concrete configs of the space: every grid point up to `limit`, samplers drawn once."""
-    import itertools
-
-    from ray.tune.search.variant_generator import generate_variants
-
     variants = generate_variants(config, random_state=0)
     return [variant for _, variant in itertools.islice(variants, limit)]
 
 
 def points(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return `examples`, and the first of them with each further value of a `choice`."""
-    from ray.tune.search.sample import Categorical
-
     drawn = examples(config)
     chosen = {key: each.categories for key, each in config.items() if isinstance(each, Categorical)}
     return drawn + [
@@ -72,8 +68,6 @@ def points(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_range(name: str, arguments: Any, where: str) -> Any:
-    from ray import tune
-
     sampler = getattr(tune, name)
     names = [each for each in inspect.signature(sampler).parameters if each != "base"]
     given = arguments
@@ -105,8 +99,6 @@ def make_scheduler(experiment: Experiment) -> Any:
     Raises:
         Problems: unknown name or argument.
     """
-    from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
-
     name, arguments = _chosen(experiment, "scheduler", "scheduler_config", SCHEDULER_IMPORT)
     if not name:
         return None
@@ -126,8 +118,6 @@ def make_searcher(experiment: Experiment) -> Any:
     Raises:
         Problems: unknown name or argument, or its package is not installed.
     """
-    from ray.tune.search import SEARCH_ALG_IMPORT, create_searcher
-
     name, arguments = _chosen(experiment, "search_alg", "search_config", SEARCH_ALG_IMPORT)
     if not name:
         return None

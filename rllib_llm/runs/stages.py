@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ray import tune
 from rich.console import Console
 from rich.text import Text
 
@@ -87,11 +88,6 @@ def run_stages(
 
 
 def _product(products: Mapping[str, Place | None], ref: str, where: str) -> str:
-    """Return what an earlier experiment left behind.
-
-    Raises:
-        Problems: its algorithm leaves nothing of that kind.
-    """
     if products[ref] is None:
         name, _, product = ref.rpartition(".")
         why = f"its algorithm leaves no {product}"
@@ -115,7 +111,8 @@ def run_stage(
     write_environment(folder)
     finished = (folder / STAGE_RECORD).is_file()
     (folder / STAGE_RECORD).unlink(missing_ok=True)
-    table = LiveTable(f"{experiment.name} · {short_name(experiment.run)}", experiment.stop, console)
+    title = f"{experiment.name} · {short_name(experiment.run)}"
+    table = LiveTable(title, experiment.stop, console, told)
     settings, name = experiment.checkpoint_config, "planned_iterations"
     planned = {key: value for key, value in search_space(experiment).items() if key == name}
     callbacks = [
@@ -132,7 +129,6 @@ def run_stage(
     stopping = next(one for one in callbacks if isinstance(one, SaveOnStop))
     with table, stopping, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries; they would tear the table
-        table.know(told)
 
         def restored() -> Any:
             if _can_resume(folder):
@@ -190,8 +186,6 @@ def _result(experiment: Experiment, folder: Place, trials: list[Any]) -> StageRe
 
 
 def _tuner(experiment: Experiment, run_folder: Place, callbacks: list[Any]) -> Any:
-    from ray import tune
-
     algo_class = algorithm_class(experiment.run, experiment.name)
     tune_config = tune.TuneConfig(
         num_samples=experiment.num_samples,
@@ -253,24 +247,14 @@ def _at_their_end(experiment: Experiment, trials: list[Any]) -> list[Any]:
 
 def _can_resume(folder: Place) -> bool:
     """Whether a Tune run got as far as noting its state in `folder`."""
-    from ray import tune
-
     return tune.Tuner.can_restore(str(folder)) and any(folder.glob("experiment_state-*.json"))
 
 
 def _restored_tuner(
     experiment: Experiment, folder: Place, callbacks: list[Any], further: bool
 ) -> Any:
-    """Return a Tuner that goes on from the trials' newest checkpoints.
-
-    Args:
-        further: trials that have ended go on as well.
-
-    Raises:
-        StateCutShort: Tune cannot read its record.
-    """
-    from ray import tune
-
+    """A Tuner that goes on from the trials' newest checkpoints; `further`: trials that have ended
+    go on as well."""
     try:
         note_saved(folder)
         tuner = tune.Tuner.restore(

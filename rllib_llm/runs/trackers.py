@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ray.tune.logger import LoggerCallback
+from ray.tune.logger import LoggerCallback, TBXLoggerCallback
 
 from rllib_llm.runs.results import flatten
 from rllib_llm.shared.errors import Problem, closest
@@ -66,12 +66,6 @@ def _mlflow(run: str, stage: str) -> Any:
     )
 
 
-def _tensorboard(run: str, stage: str) -> Any:
-    from ray.tune.logger import TBXLoggerCallback
-
-    return TBXLoggerCallback()
-
-
 class TrackioLogger(LoggerCallback):
     """Trackio, Hugging Face's tracker: a run of it for each trial, in a group for each `run`."""
 
@@ -100,6 +94,6 @@ class TrackioLogger(LoggerCallback):
 TRACKERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # package, callback of run and stage
     "wandb": ("wandb", _wandb),
     "mlflow": ("mlflow", _mlflow),
-    "tensorboard": ("tensorboardX", _tensorboard),
+    "tensorboard": ("tensorboardX", lambda run, stage: TBXLoggerCallback()),
     "trackio": ("trackio", TrackioLogger),
 }

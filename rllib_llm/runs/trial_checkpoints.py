@@ -267,22 +267,19 @@ def note_saved(stage: Place) -> None:
     newest = max(records, key=lambda file: file.name)
     record = json.loads(newest.read_text(encoding="utf-8"))
     before = record["trial_data"]
-    record["trial_data"] = [_up_to_date(stage, states) for states in before]
+    record["trial_data"] = []
+    for states in before:  # each stays as it is where nothing of ours lies in its trial's folder
+        trial = trial_of_record(states)
+        if _bring_up_to_date(trial, stage / Path(trial.storage.trial_fs_path).name):
+            trial.stub = False  # as it was until it was read
+            states = [*trial.get_json_state()]
+        record["trial_data"].append(states)
     if drop_decisions(record) or record["trial_data"] != before:
         replace_text(newest, json.dumps(record))
 
 
 def _read_state(file: Place) -> None:
     (json if file.name.startswith("experiment_state") else pickle).loads(file.read_bytes())
-
-
-def _up_to_date(stage: Place, states: list[str]) -> list[str]:
-    """The entry of a trial in Tune's record; as it is where nothing of ours lies in its folder."""
-    trial = trial_of_record(states)
-    if not _bring_up_to_date(trial, stage / Path(trial.storage.trial_fs_path).name):
-        return states
-    trial.stub = False  # as it was until it was read
-    return list(trial.get_json_state())
 
 
 def _bring_up_to_date(trial: Any, folder: Place) -> bool:

@@ -150,18 +150,15 @@ def with_includes(
         if path in inside:
             rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
             raise Problems(f"{source}: include", rule, "it would never end", remedy, name)
-        place = functools.partial(_placed, folder=str(path.parent))
-        included = substitute(read(path), place, path.name)
+        folder = str(path.parent)  # that ${here} means in it
+        included = substitute(
+            read(path), lambda ref, _, at=folder: at if ref == "here" else f"${{{ref}}}", path.name
+        )
         require(isinstance(included, dict), str(path), ..., "hold experiments",
                 f"{source} includes it")  # fmt: skip
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))
     merged = laid_over(merged, data)
     return {key: value for key, value in merged.items() if value is not None or key == "vars"}
-
-
-def _placed(ref: str, where: str, folder: str) -> str:
-    """${here} means the folder of the file in which it stands."""
-    return folder if ref == "here" else f"${{{ref}}}"
 
 
 def laid_over(below: Any, above: Any) -> Any:

@@ -264,6 +264,7 @@ class ChatView(View):
     before, nobody knows what is a call."""
 
     format: ChatFormat
+    prompts: list[list[int]]
     prompt: list[int]
     """Of the choice that is shown."""
     images: Sequence[Mapping[str, Tensor]] = ()
@@ -302,15 +303,10 @@ class ChatView(View):
             job = replace(job, grammar=behind_thoughts(job.grammar, closes, self.format))
         return job
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        """The prompt of each chat."""
-        return [self.prompt]
-
     async def read(self) -> None:
-        """Sets the chat format and the prompt."""
-
-        (self.prompt,) = await self.encode({"messages": self.body.messages})
+        """Sets the chat format and the prompt of each chat."""
+        self.prompts = await self.encode({"messages": self.body.messages})
+        (self.prompt,) = self.prompts
 
     async def encode(self, chats: Mapping[str, Sequence[ChatMessage]]) -> list[list[int]]:
         """Sets the chat format and what chats, by the names of their fields, show; returns their
@@ -412,8 +408,6 @@ class ChatView(View):
 class ChatBatchView(ChatView):
     """One answer to each of several chats; choice i is that of chat i."""
 
-    prompts: list[list[int]] = []  # type: ignore[assignment]
-
     async def read(self) -> None:
         chats = self.body.messages
         self.prompts = await self.encode({f"messages.{i}": each for i, each in enumerate(chats)})
@@ -456,10 +450,8 @@ class SessionView(ChatView):
 
     async def read(self) -> None:
         session = self._session
-
-        urls = chat.image_urls(self.body.messages)
-        refuse(urls, f"{next(iter(urls), '')} must be left out: sessions are texts.",
-               next(iter(urls), ""), "unsupported_value")  # fmt: skip
+        shown = next(iter(chat.image_urls(self.body.messages)), "")
+        refuse(shown, f"{shown} must be left out: sessions are texts.", shown, "unsupported_value")
 
         def begin() -> None:
             self.format = self.service.chats.of(self.body)
@@ -469,7 +461,7 @@ class SessionView(ChatView):
         await self.context.beside_loop(begin)
         self.service.sessions.hold(session)
         assert self._turn is not None, "it has begun"
-        self.prompt = self._turn.token_ids
+        self.prompt, self.prompts = self._turn.token_ids, [self._turn.token_ids]
         self.body = session.governed(self.body, len(self.prompt))
         self.conversation = self._turn if session.rules else None
 

@@ -268,7 +268,10 @@ async def update_weights(body: schemas.UpdateRequest, service: Served) -> Json:
         newest = service.weights.newest
         epoch = newest.epoch if body.epoch is None else body.epoch
         version = newest.version + 1 if body.version is None else body.version
-        service.weights.check_new(epoch, version)
+        for each in service.weights.live:  # two would have one name
+            refuse((each.epoch, each.version) == (epoch, version), f"version={version} must be one "
+                   f"that is not in use: {service.weights.id_of(each)} came from {each.source}.",
+                   "version", "weight_version_in_use", 409)  # fmt: skip
         try:
             loaded = await asyncio.to_thread(load_folder, service, body.path, epoch, version)
         except (ValueError, OSError) as error:

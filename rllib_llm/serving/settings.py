@@ -223,7 +223,22 @@ def read_settings(
     Raises:
         Problems: an unknown or wrong setting, by name.
     """
-    values = {} if file is None else _from_file(file)
+    values: Any = {}
+    if file is not None:
+        values, problem = None, "it is not"
+        try:
+            values = read_text(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            problem = str(error.strerror)
+        except UnicodeDecodeError:
+            problem = "it is no text in UTF-8"
+        except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
+            mark = getattr(error, "problem_mark", None)
+            problem = f"line {0 if mark is None else mark.line + 1} is not YAML"
+        require(
+            isinstance(values, dict), "config", str(file), "be a YAML file of settings by name",
+            problem, "Write lines such as `port: 8000`",
+        )  # fmt: skip
     for key, value in (os.environ if environment is None else environment).items():
         if key.startswith(ENVIRONMENT_PREFIX):
             name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
@@ -259,22 +274,3 @@ def read_settings(
 
 
 _BOUNDS = {"least": "ge", "above": "gt", "most": "le"}
-
-
-def _from_file(file: Path) -> dict[str, Any]:
-    values, problem = None, "it is not"
-    try:
-        text = file.read_text(encoding="utf-8")
-        values = read_text(text)
-    except OSError as error:
-        problem = str(error.strerror)
-    except UnicodeDecodeError:
-        problem = "it is no text in UTF-8"
-    except yaml.YAMLError as error:  # PyYAML's words may show a key, as the line may
-        mark = getattr(error, "problem_mark", None)
-        problem = f"line {0 if mark is None else mark.line + 1} is not YAML"
-    require(
-        isinstance(values, dict), "config", str(file), "be a YAML file of settings by name",
-        problem, "Write lines such as `port: 8000`",
-    )  # fmt: skip
-    return dict(values or {})

@@ -90,13 +90,6 @@ class LiveWeights:
                 return weights
         raise self.gone(model)
 
-    def check_new(self, epoch: int, version: int) -> None:
-        """Refuses numbers of a live version, 409: two would have one name."""
-        for weights in self.live:
-            refuse((weights.epoch, weights.version) == (epoch, version), f"version={version} must "
-                   f"be one that is not in use: {self.id_of(weights)} came from {weights.source}.",
-                   "version", "weight_version_in_use", 409)  # fmt: skip
-
     def gone(self, model: str) -> ApiError:
         """The answer where a model's weights are not here."""
         live = [self.name, *(self.id_of(weights) for weights in self.live)]

@@ -20,7 +20,6 @@ from rllib_llm.overseer.service import (
     Overseer,
     OverseerServer,
     find_run,
-    is_settled,
 )
 from rllib_llm.shared.errors import Problems
 from tests.cli.said import said
@@ -134,7 +133,6 @@ def test_a_command_that_its_overseer_forgot_is_lost(served):
     overseer._commands.clear()  # as of one that was started again
     (found,) = find_run(folder)._updated([command])
     assert found["state"] == "lost" and "rllib status" in found["answer"]
-    assert is_settled([found])
 
 
 def test_the_command_line_tells_a_run_and_shows_the_answer(served):

@@ -303,8 +303,7 @@ def test_of_many_trials_that_wait_the_first_are_told():
 
 def test_a_warning_that_was_told_before_is_not_told_again():
     out = console(terminal=False)
-    table = LiveTable("rl · GRPO", {}, out)
-    table.know(["A warning of a setting."])
+    table = LiveTable("rl · GRPO", {}, out, ["A warning of a setting."])
     table.warn("A warning of a setting.")
     table.warn("another")
     assert out.file.getvalue() == "warning: another\n"

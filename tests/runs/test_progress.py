@@ -14,7 +14,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
 
 from rllib_llm.algorithms.grpo import GRPO
-from rllib_llm.runs.live_table import Progress, TunerProgress
+from rllib_llm.runs.live_table import TunerProgress
 from rllib_llm.shared import messages as quiet
 from rllib_llm.shared.messages import VERBOSE
 from tests.docs.code_blocks import blocks_of
@@ -43,21 +43,6 @@ def _verbosity():
     set_verbosity(Verbosity.V3_TRIAL_DETAILS)
 
 
-def test_a_tuner_of_ones_own_has_it_as_a_callback(capsys):
-    progress = Progress()
-    progress.setup(stop={"training_iteration": 2})
-    progress.on_trial_start(0, [], trial("a", lr=0.1))
-    progress.on_trial_result(1, [], trial("a", lr=0.1), result(1, objective={"scores": 1.5}))
-    progress.on_trial_complete(2, [], trial("a", lr=0.1))
-    assert capsys.readouterr().out.splitlines() == [
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  …",
-        "lr=0.1  iteration 1/2  episodes 10  reward 1.500  stopped",
-    ]
-    resumed = pickle.loads(pickle.dumps(progress))
-    resumed.on_trial_complete(2, [], trial("a", lr=0.1))
-    assert capsys.readouterr().out.endswith("stopped\n")
-
-
 def test_lines_take_the_place_of_tune_s_tables(capsys):
     callback = TunerProgress()
     callback.setup(stop={"training_iteration": 2}, num_samples=1, total_num_samples=2)
@@ -72,6 +57,12 @@ def test_lines_take_the_place_of_tune_s_tables(capsys):
     assert lines[0] == "2 trials of GRPO, results in /runs/a"
     assert lines[2] == "lr=0.1  iteration 1/2  episodes 10  reward 1.500  stopped"
     assert "1/2" in lines[-2] and "1.500" in lines[-2]  # of the table of all trials
+    resumed = pickle.loads(pickle.dumps(callback))
+    resumed.setup(stop={"training_iteration": 2})
+    set_verbosity(Verbosity.V3_TRIAL_DETAILS)
+    resumed.on_step_begin(0, [one])
+    resumed.on_trial_complete(2, [one], one)
+    assert capsys.readouterr().out.endswith("stopped\n")
 
 
 @pytest.mark.parametrize("verbosity", [0, 1, 2])

@@ -27,7 +27,7 @@ from rllib_llm.runs.report_page import (
     part_curves,
     write_page,
 )
-from rllib_llm.runs.run_folder import describe_environment, read_environment, write_environment
+from rllib_llm.runs.run_folder import ENVIRONMENT_FILE, describe_environment, write_environment
 from rllib_llm.shared.errors import Problems
 
 NASTY = "</script><script>document.title='stolen'</script><!-- & \u2028 \"'"
@@ -181,12 +181,11 @@ def test_a_run_that_has_not_reported_is_told(tmp_path):
 
 def test_the_environment_is_noted_once(tmp_path):
     write_environment(tmp_path)
-    first = read_environment(tmp_path)
+    first = json.loads((tmp_path / ENVIRONMENT_FILE).read_text())
     assert first["Python"] and first["processor"]
     write_environment(tmp_path)
-    assert read_environment(tmp_path) == first
+    assert json.loads((tmp_path / ENVIRONMENT_FILE).read_text()) == first
     assert describe_environment(tmp_path).get("commit") is None  # no repository there
-    assert read_environment(tmp_path / "nowhere") == {}
 
 
 def test_each_part_of_a_reward_has_a_plot_of_its_own():

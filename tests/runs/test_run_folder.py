@@ -11,7 +11,6 @@ import pytest
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.run_folder import (
-    check_continues,
     continue_run,
     new_folder,
     resumed_folder,
@@ -142,10 +141,10 @@ def test_an_ended_stage_goes_no_further_once_a_later_one_has_begun(tmp_path):
         "sft", "SFT", folder / "sft", [], [], 0, None, None, {"training_iteration": 5.0}, stop
     ).save()
     longer = [sft(stop={"training_iteration": 9}), ppo()]
-    check_continues(folder, longer)  # it goes on
+    continue_run(folder, "a.yaml", longer)  # it goes on
     (folder / "ppo" / "trial" / "checkpoint_000000").mkdir(parents=True)
     with pytest.raises(Problems, match=r"sft.stop=.*9.* must be .*5.*: ppo has begun"):
-        check_continues(folder, longer)
+        continue_run(folder, "a.yaml", longer)
 
 
 def test_what_begins_again_is_kept_where_no_command_takes_it_for_a_part_of_the_run(tmp_path):

@@ -353,25 +353,19 @@ def _keys(stage: Stage, rows: Rows) -> list[str]:
         read = [(row.prompt, *map(row.columns.get, IMAGES)) for row in found]
     else:
         read = [{n: row[n] for n in (*TEXTS, *IMAGES) if n in row} or row for row in rows]
-    return [json.dumps(each, sort_keys=True, default=_key_of) for each in read]
 
+    def text(value: Any) -> str:  # of a value that is none of JSON; an image's is its pixels' hash
+        return image_name(value.tobytes()) if hasattr(value, "tobytes") else str(value)
 
-def _key_of(value: Any) -> str:
-    """The text of a value that is none of JSON; of an image in memory its pixels' hash."""
-    return image_name(value.tobytes()) if hasattr(value, "tobytes") else str(value)
+    return [json.dumps(each, sort_keys=True, default=text) for each in read]
 
 
 def source_of(stage: Stage, rows: Rows, **split: Any) -> PromptSource:
     """Return rows as a stage's prompts, in their order."""
     from rllib_llm.envs.prompts import PromptSource
 
-    return PromptSource(
-        rows,
-        shuffle=False,
-        prompt_column=stage.env.get("prompt_column"),
-        split_seed=stage.env.get("split_seed", 0),
-        **split,
-    )
+    column, seed = stage.env.get("prompt_column"), stage.env.get("split_seed", 0)
+    return PromptSource(rows, shuffle=False, prompt_column=column, split_seed=seed, **split)
 
 
 def _leak(

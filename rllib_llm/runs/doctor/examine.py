@@ -4,7 +4,6 @@ two iterations with all their measurements.
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import warnings
@@ -54,8 +53,14 @@ def examine(
         folder: where results will go, for the disk.
         is_here: Ray will be started on this machine.
     """
+
+    def rules(stage: Stage) -> Iterator[Problem]:
+        yield from run_rules(stage, makes_tools=True)
+        yield from machine_rules(stage, machine, is_here=is_here)
+        if stage.is_rlhf:
+            yield from of_each_env(reward_rules, stage)
+
     found = list(installation_rules(machine.versions))
-    rules = functools.partial(stage_rules, machine=machine, is_here=is_here)
     try:
         each = [plan.examined(one, rules) for one in with_stand_ins(experiments)]
     except ValueError as error:
@@ -68,17 +73,10 @@ def examine(
     return Examination(distinct(found), [one for one in each if not errors_of(one.problems)])
 
 
-def stage_rules(stage: Stage, machine: Machine, is_here: bool = True) -> Iterator[Problem]:
-    """Problems of a stage with valid settings."""
-    yield from run_rules(stage, makes_tools=True)
-    yield from machine_rules(stage, machine, is_here=is_here)
-    if stage.is_rlhf:
-        yield from of_each_env(reward_rules, stage)
-
-
 def run_rules(stage: Stage, makes_tools: bool = False) -> Iterator[Problem]:
-    """Those of them that `rllib train` looks at before a run. Reward functions are not called,
-    classes of tools neither, and the machine, which may be another, is not checked."""
+    """Problems of a stage with valid settings that `rllib train` looks at before a run. Reward
+    functions are not called, classes of tools neither, and the machine, which may be another, is
+    not checked."""
     for rule in (plan_rules, model_rules, data_rules):
         yield from rule(stage)
     if stage.is_rlhf:

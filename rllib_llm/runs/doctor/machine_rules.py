@@ -65,29 +65,22 @@ class Machine:
         shm, gpus = Path("/dev/shm"), range(0)
         if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and torch.cuda.is_available():
             gpus = range(torch.cuda.device_count())
+        versions = {
+            name.lower().replace("_", "-"): found.version
+            for found in reversed([*importlib.metadata.distributions()])  # the first counts
+            if (name := found.metadata["Name"])
+        }
         return cls(
             cpus=usable_cores(), memory=free_memory(), features=processor_features(),
             gpu_memory=tuple(torch.cuda.get_device_properties(i).total_memory for i in gpus),
             shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
-            disk_bytes=shutil.disk_usage(existing).free, versions=installed_versions(),
+            disk_bytes=shutil.disk_usage(existing).free, versions=versions,
         )  # fmt: skip
 
     @property
     def computes_bfloat16(self) -> bool:
         """Whether products of bfloat16 are faster than of float32 here."""
         return multiplies_bfloat16(self.features) or bool(self.gpu_memory)
-
-
-def installed_versions() -> dict[str, str]:
-    """Version of every installed package, by its lower-case name with dashes."""
-    from importlib.metadata import distributions
-
-    found: dict[str, str] = {}
-    for distribution in distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)
-    return found
 
 
 SECONDS_TO_ANSWER = 3.0  # of a server

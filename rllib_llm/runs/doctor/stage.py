@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.data.rows import Rows
 from rllib_llm.data.sources import is_mixture, is_quick_to_read, load_rows
 from rllib_llm.envs.registry import ENVIRONMENTS, default_settings
@@ -31,11 +30,6 @@ class Stage:
     experiment: Experiment
     config: Any
     env: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return self.experiment.name
 
     @property
     def is_rlhf(self) -> bool:
@@ -90,10 +84,7 @@ class Stage:
             "reward_model": self.env.get("reward_model"),
             "reference": self.env.get("reference"),
         }
-        return {
-            setting: named_model(value).get("model")
-            for setting, value in named.items()
-        }
+        return {setting: named_model(value).get("model") for setting, value in named.items()}
 
 
 def can_be_read(data: Any) -> bool:
@@ -137,8 +128,3 @@ def of_each_env(
         for problem in rule(part, **settings):
             yield problem.within(f"envs.{name}") if name else problem
 
-
-def stage_of(experiment: Experiment, config: Any) -> Stage | None:
-    """The stage of an experiment with `config`, None where that is of no algorithm of ours."""
-    is_ours = isinstance(config, LanguageModelConfig)
-    return Stage(experiment, config, env_settings(config)) if is_ours else None
