@@ -280,6 +280,7 @@ _SHOWN = 300  # characters of a reason
 _TOKENS = (
     columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.COMPLETION_MASK,
 )  # fmt: skip
+_OF_TEACHERS = (columns.TEACHER_PROMPT_IDS, columns.TEACHER_PROMPT_MASK)
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
@@ -302,12 +303,20 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
                 attempt.valid |= all(bool(c[i].isnan()) for c in judged.components.values())
         if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
             attempt.score, attempt.valid = 0.0, False
+        given = env.teacher_messages(attempt.conversation)
+        attempt.conversation.teacher_opening = None if given is None else as_messages(given)
     batch = training_columns(attempts, pad_token_id)
     if env.teacher is not None:
         require(columns.IMAGE_ROW not in batch, "teacher_in", "environment",
                 "be 'learner' where prompts show images")  # fmt: skip
-        given = (batch[name].to(env.device) for name in _TOKENS)
-        batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
+        tasks = {attempt.row_id: attempt.conversation.task for attempt in attempts}
+        has_own = columns.TEACHER_PROMPT_IDS in batch
+        names = (*_OF_TEACHERS, *_TOKENS[2:]) if has_own else _TOKENS
+        told = env.teacher.judge(
+            [tasks[row_id] for row_id in batch[columns.ROW_ID].tolist()],
+            *(batch[name].to(env.device) for name in names),
+        )  # fmt: skip
+        batch |= {name: column.cpu() for name, column in told.items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
         shows = columns.IMAGE_ROW in batch
