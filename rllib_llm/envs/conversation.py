@@ -231,7 +231,9 @@ class ConversationEnv:
         functions."""
         return None
 
-    def teacher_messages(self, conversation: Conversation) -> str | Sequence[Message] | None:
+    def teacher_messages(
+        self, conversation: Conversation
+    ) -> str | Sequence[Message] | None | Awaitable[str | Sequence[Message] | None]:
         """What a teacher reads of a conversation that is over in place of its first messages, such
         as the task with its solution, or with what the environment had to say of the answers. By
         default the column `teacher_prompt`; None: what the policy reads.
@@ -267,6 +269,7 @@ class ConversationEnv:
         if self.rewards is not None:
             self.rewards.check_columns({*row.columns, *_OF_CONVERSATIONS})
         conversation = self.new_conversation(row, row.task())
+        ConversationEnv.teacher_messages(self, conversation)
         if self.starts_with_prompt or type(self).start is ConversationEnv.start:
             conversation.append_messages(self.first_messages(conversation))
 

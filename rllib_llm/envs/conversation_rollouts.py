@@ -157,6 +157,8 @@ class _Player:
         earned = await call(env.score, conversation)
         if earned is not None:
             self.attempt.earned = finite("score()", earned)
+        taught = await call(env.teacher_messages, conversation)
+        conversation.teacher_opening = None if taught is None else as_messages(taught)
 
     async def _sample(self) -> bool:
         """Samples the assistant's turn; False where it was cut off, and the conversation ends."""
@@ -269,7 +271,7 @@ def as_messages(given: Any) -> list[Message]:
     ):
         return list(messages)
     what = "a text or messages {role, content}"
-    raise TypeError(f"start() and respond() must return {what}, not {str(given)[:80]!r}")
+    raise TypeError(f"an environment must return {what}, not {str(given)[:80]!r}")
 
 
 TURNS = "turns"  # component: what was earned at turns
@@ -303,8 +305,6 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
                 attempt.valid |= all(bool(c[i].isnan()) for c in judged.components.values())
         if not abs(attempt.score) <= _LARGEST:  # the sum of numbers that are finite each
             attempt.score, attempt.valid = 0.0, False
-        given = env.teacher_messages(attempt.conversation)
-        attempt.conversation.teacher_opening = None if given is None else as_messages(given)
     batch = training_columns(attempts, pad_token_id)
     if env.teacher is not None:
         require(columns.IMAGE_ROW not in batch, "teacher_in", "environment",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -78,17 +80,20 @@ def test_an_environment_tells_the_teacher_what_was_wrong():
     assert columns.TEACHER_PROMPT_IDS not in plain.columns
 
 
-def test_a_task_without_the_column_is_refused():
+def test_a_task_without_the_column_costs_its_rollouts_and_the_first_is_refused():
     tasks = [{"prompt": "1 + 2?", "solved": SOLVED}, {"prompt": "2 + 2?", "solved": ""}]
-    env = ConversationEnv(
-        settings(prompts=tasks, teacher_prompt="solved",
-                 reward_functions=[lambda completions: [1.0] * len(completions)])
-    )  # fmt: skip
+    given = settings(teacher_prompt="solved",
+                     reward_functions=[lambda completions: [1.0] * len(completions)])  # fmt: skip
+    env = ConversationEnv({**given, "prompts": tasks})
     try:
-        with pytest.raises(Problems) as error:
-            roll(env, "3")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, judged, _ = roll(env, "3")
     finally:
         env.close()
+    assert judged.columns[columns.VALID].tolist() == [True, True, False, False]
+    with pytest.raises(Problems) as error:
+        ConversationEnv({**given, "prompts": tasks[1:]})
     assert error.value.found[0].name == "the task's solved"
 
 
