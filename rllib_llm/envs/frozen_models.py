@@ -268,7 +268,7 @@ class Teachers:
         top_k: int, temperature: float,
     ) -> None:  # fmt: skip
         self._teachers, self._column = teachers, column
-        self._settings = {"top_k": top_k, "temperature": temperature}
+        self._settings: dict[str, Any] = {"top_k": top_k, "temperature": temperature}
 
     def judge(self, rows: Sequence[Mapping[str, Any]], *given: Tensor) -> dict[str, Tensor]:
         """As `FrozenTeacher.judge`, of as many `rows` of the data and what else that takes.
