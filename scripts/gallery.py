@@ -39,6 +39,13 @@ NOT_SHOWN = {
     "reviews_asha": "eight trials, more than ten minutes",
     "reviews_pbt": "four trials, about ten minutes",
 }
+# Stages that are drawn beside each other, each after as many completions; of the first is the mark.
+COMPARED = {
+    "distill_arithmetic": {
+        "distill": "distillation", "imitated": "SFT on the teacher's samples, at its end",
+        "grpo": "GRPO",
+    }
+}  # fmt: skip
 HEAD = """# Gallery
 
 What each example learns: the curve of its result (dashed: its pass mark), and completions of the
@@ -68,13 +75,23 @@ def wall_seconds(run: Path) -> float:
     return ended - datetime.strptime(run.name[-19:], STARTED).timestamp()
 
 
-def draw(results: list[dict[str, Any]], marks: dict[str, float], target: Path) -> None:
+def draw(
+    curves: dict[str, list[dict[str, Any]]], marks: dict[str, float], target: Path
+) -> None:
+    """`curves`: results by the label, "" of the only one; of one result, a level."""
     target.parent.mkdir(parents=True, exist_ok=True)
     size = (4.2 * len(marks), 2.4)
     figure, axes = plt.subplots(1, len(marks), figsize=size, layout="constrained", squeeze=False)
     for axis, (name, least) in zip(axes[0], marks.items(), strict=True):
-        points = [(r["training_iteration"], r[name]) for r in results if name in r]
-        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 12 else None)
+        for number, (label, results) in enumerate(curves.items()):
+            points = [(r["training_iteration"], r[name]) for r in results if name in r]
+            if len(points) == 1 and len(curves) > 1:
+                axis.axhline(points[0][1], color=f"C{number}", label=label)
+            else:
+                marker = "." if len(points) < 12 else None
+                axis.plot(*zip(*points, strict=True), marker=marker, label=label)
+        if len(curves) > 1:
+            axis.legend(fontsize="x-small")
         axis.axhline(least, linestyle="--", color="grey", linewidth=0.8)
         axis.set(xlabel="iteration", title=name)
         axis.grid(alpha=0.3)
@@ -109,24 +126,36 @@ def completions(stages: list[list[dict[str, Any]]]) -> str:
 
 def section(name: str, file: Path, run: Path) -> str:
     trials = best_trials(run)
-    plan, trial = trials[-1]
-    results = [flatten(row) for row in rows(trial / "result.json")]
+    arms = COMPARED.get(name, {})
+    shown = [each for each in trials if each[0]["name"] in arms] or trials[-1:]
+    plan = shown[0][0]
+    curves = {
+        arms.get(one["name"], ""): [flatten(row) for row in rows(trial / "result.json")]
+        for one, trial in shown
+    }
     marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
-    draw(results, marks, PICTURES / f"{name}.png")
-    at_end = {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
+    draw(curves, marks, PICTURES / f"{name}.png")
+    at_ends = [
+        {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
+        for results in curves.values()
+    ]
+    at_end = at_ends[0]
     wanted = {
         mark: "" if math.isnan(least) else
         f" (pass mark {least}{', missed' if at_end[mark] < least else ''})"
         for mark, least in marks.items()
     }  # fmt: skip
     reached = ", ".join(f"`{mark}` {at_end[mark]:.2f}{wanted[mark]}" for mark in marks)
+    for label, other in [*zip(curves, at_ends, strict=True)][1:]:
+        reached += "; " + label + " " + ", ".join(f"{other[mark]:.2f}" for mark in marks)
     parts = [
         f"## {name}",
         description(file),
         f"{wall_seconds(run):.0f} seconds on {machine(run)}. At the end {reached}.",
         f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
     ]
-    samples = [file for _, folder in trials if (file := folder / "samples.jsonl").is_file()]
+    sampled = shown[:1] if arms else trials
+    samples = [file for _, folder in sampled if (file := folder / "samples.jsonl").is_file()]
     parts.append(
         completions([rows(file) for file in samples]) if samples else
         f"{plan['run']} samples nothing while it trains, so there are no completions."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from rllib_llm.config.sections import wrong
@@ -32,10 +32,11 @@ class DistillationSettings(Settings):
 
     teacher: str | dict[str, Any] | None = setting(
         None, "the teacher: a folder, a hub id, or {model, quantization, dtype, device}",
-        note="{url: ..., model: ...}: a server with OpenAI's interface that gives prompt_logprobs "
-        '(vLLM, `rllib serve`), with teacher_in="environment". "policy": the policy itself, as '
-        "training began or as teacher_update_every says, which usually reads teacher_prompt. It "
-        "must have the policy's vocabulary.", acts=(TAUGHT,),
+        note='With teacher_in="environment" also {url: ..., model: ...}: a server with OpenAI\'s '
+        "interface that gives prompt_logprobs (vLLM, `rllib serve`); and {column: ..., models: "
+        "{NAME: ..., ...}}: several, of which a column of the prompts names one. "
+        '"policy": the policy itself, as training began or as teacher_update_every says, which '
+        "usually reads teacher_prompt. It must have the policy's vocabulary.", acts=(TAUGHT,),
         trl="teacher_model_name_or_path", also="teacher_model teacher_model_path ref_teacher",
     )  # fmt: skip
     teacher_in: Literal["learner", "environment"] = setting(
@@ -50,8 +51,9 @@ class DistillationSettings(Settings):
     )  # fmt: skip
     teacher_prompt: str | None = setting(
         None, "the column of the prompts that the teacher reads instead of the prompt",
-        note="Text or messages, such as the prompt with its solution (SDFT, OPSD). None: the "
-        "teacher reads what the policy reads.", place=IN_ENV,
+        note="Text or messages, such as the prompt with its solution (SDFT, OPSD); in "
+        "conversations what stands before the first answer. None: the teacher reads what the "
+        "policy reads.", place=IN_ENV,
     )  # fmt: skip
     distill_coeff: float = setting(
         0.0, "the weight of the distance to the teacher, beside the algorithm's own loss", least=0,
@@ -89,27 +91,39 @@ def teacher_of(config: Any) -> dict[str, Any]:
 
 def distillation_rules(config: Any) -> Iterator[Problem]:
     """There is a teacher, where it can be."""
-    teacher, is_outside = teacher_of(config), config.teacher_in == "environment"
-    if not config.distill_coeff:
-        return
-    if not teacher.get("model"):
-        yield Problem("teacher", "name a model", "the policy is to come near to it",
-                      "Write `teacher: FOLDER`, or 'policy' with teacher_prompt",
-                      config.teacher)  # fmt: skip
+    is_outside = config.teacher_in == "environment"
+    if not config.distill_coeff or (is_outside and config.envs):  # then entries have theirs
         return
     known = {"model", "quantization", "dtype", "device"} | ({"url"} if is_outside else set())
-    for name in teacher.keys() - known - ({"backend", "batch_tokens"} if is_outside else set()):
-        remedy = "Set teacher_in='environment'" if name == "url" else "Leave it out"
-        yield Problem(f"teacher.{name}", f"be one of {sorted(known)}",
-                      f"it is no setting of a teacher in the {config.teacher_in}", remedy,
-                      teacher[name])  # fmt: skip
-    if is_outside and teacher["model"] == POLICY:
-        yield wrong(config, "teacher_in", "'learner' with teacher='policy'",
-                    "only learners have the policy's weights as they were",
-                    "Use teacher_in='learner'")  # fmt: skip
-    if "url" in teacher and config.temperature != 1:
-        yield wrong(config, "temperature", "1 with a teacher on a server",
-                    "a server gives log-probs at 1", "Use a teacher by its folder")  # fmt: skip
+    teachers = {"teacher": teacher_of(config)}
+    if "models" in teachers["teacher"]:
+        chosen = teachers["teacher"]
+        models = chosen["models"]
+        is_whole = isinstance(models, Mapping) and models and isinstance(chosen.get("column"), str)
+        if not is_outside or not is_whole or chosen.keys() - {"column", "models"}:
+            yield Problem("teacher", "be {column: COLUMN, models: {NAME: MODEL, ...}}, with "
+                          "teacher_in='environment'", "the column of the prompts names each "
+                          "row's teacher, and samplers alone know it", "", chosen)  # fmt: skip
+            return
+        teachers = {f"teacher.models.{name}": named_model(each) for name, each in models.items()}
+    for place, teacher in teachers.items():
+        if not teacher.get("model"):
+            yield Problem(place, "name a model", "the policy is to come near to it",
+                          "Write `teacher: FOLDER`, or 'policy' with teacher_prompt",
+                          config.teacher)  # fmt: skip
+            return
+        for name in teacher.keys() - known - ({"backend", "batch_tokens"} if is_outside else set()):
+            remedy = "Set teacher_in='environment'" if name == "url" else "Leave it out"
+            yield Problem(f"{place}.{name}", f"be one of {sorted(known)}",
+                          f"it is no setting of a teacher in the {config.teacher_in}", remedy,
+                          teacher[name])  # fmt: skip
+        if is_outside and teacher["model"] == POLICY:
+            yield wrong(config, "teacher_in", "'learner' with teacher='policy'",
+                        "only learners have the policy's weights as they were",
+                        "Use teacher_in='learner'")  # fmt: skip
+        if "url" in teacher and config.temperature != 1:
+            yield wrong(config, "temperature", "1 with a teacher on a server",
+                        "a server gives log-probs at 1", "Use a teacher by its folder")  # fmt: skip
     if config.teacher_update_every and config.lora is not None:
         yield wrong(config, "teacher_update_every", "None with lora",
                     "the teacher is the trunk without its adapters")  # fmt: skip

@@ -16,7 +16,7 @@ from rllib_llm.shared.setting import DEFAULT_ENV, Section, Settings, setting, wh
 SEVERAL = when("envs", "is set", bool, "Set envs, or remove it", ": there is one environment")
 # What an environment may have for itself: how its texts are drawn (but for the temperature, by
 # which the loss divides logits, too), and which of its groups are learnt from.
-OF_ENTRIES = {"env", "env_config", "filters", *Drawn.model_fields} - {"temperature"}
+OF_ENTRIES = {"env", "env_config", "filters", "teacher", *Drawn.model_fields} - {"temperature"}
 NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
@@ -28,7 +28,8 @@ class Environments(Settings):
         None, "the environments by name; None: the one of `env` and its sections",
         note="Each has a `weight` (1), and what an environment's sections take: env, env_config, "
         "prompts, rewards, conversation; also filters, max_new_tokens, min_new_tokens, "
-        "stop_token_ids, top_p and top_k. What it leaves out is the run's.",
+        "stop_token_ids, top_p, top_k and, with teacher_in='environment', teacher. What it leaves "
+        "out is the run's.",
         remedy="Write {math: {weight: 2, prompts: {data: ...}, rewards: {...}}, chat: {...}}",
         also="environments env_list",
     )  # fmt: skip
@@ -100,6 +101,10 @@ def environment_rules(config: Any) -> Iterator[Problem]:
             yield Problem(f"{place}.{setting_name}", "be set for the whole run",
                           "all environments share it", "Move it out of envs", given[setting_name]
                           )  # fmt: skip
+        if "teacher" in given and config.teacher_in == "learner":
+            yield Problem(f"{place}.teacher", "be set for the whole run",
+                          "the teacher in the learner is that of all environments",
+                          "Set teacher_in='environment'", given["teacher"])  # fmt: skip
         if (longest := given.get("max_new_tokens", 0)) > config.max_new_tokens:
             yield Problem(f"{place}.max_new_tokens", "be at most the run's max_new_tokens="
                           f"{config.max_new_tokens}", "memory and losses count on it",

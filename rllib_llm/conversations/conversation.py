@@ -23,7 +23,14 @@ from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import ParsedReply
 from rllib_llm.data.image_prompts import ImagePrompts, with_places
 from rllib_llm.shared import columns
-from rllib_llm.shared.columns import NO_VERSION, expert_columns, pad_left, pad_right
+from rllib_llm.shared.columns import (
+    NO_VERSION,
+    expert_columns,
+    pad_left,
+    pad_right,
+    teacher_prompt_columns,
+)
+from rllib_llm.shared.errors import require
 
 
 @dataclass
@@ -206,6 +213,12 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         (prompt_ids.shape[1], completion_ids.shape[1]),
     )  # fmt: skip
     valid = torch.tensor([owner.valid for owner in owners]) & has_tokens
+    of_teacher: dict[str, torch.Tensor] = {}
+    if any(rollout.conversation.teacher_opening is not None for rollout in rollouts):
+        of_teacher = teacher_prompt_columns(
+            [owner.conversation.teacher_prompt_ids(row)
+             for owner, row in zip(owners, rows, strict=True)], pad_token_id,
+        )  # fmt: skip
     shows = torch.tensor([bool(owner.conversation.shown) for owner in owners])
     return {
         columns.PROMPT_IDS: prompt_ids, columns.PROMPT_MASK: prompt_mask,
@@ -222,6 +235,7 @@ def training_columns(rollouts: Sequence[Rollout], pad_token_id: int) -> dict[str
         columns.ROW_ID: torch.tensor([owner.row_id for owner in owners]),
         columns.PROMPT_INDEX: torch.tensor([owner.prompt_index for owner in owners]),
         **({columns.IMAGE_ROW: shows.long() - 1} if shows.any() else {}), **experts,
+        **of_teacher,
     }  # fmt: skip
 
 
@@ -232,7 +246,8 @@ class Conversation:
         chat_format: renders messages and reads replies.
         task: the data set's row; what the environment wants to know of it.
 
-    `state` is the environment's own: whatever it keeps of this conversation.
+    `state` is the environment's own: whatever it keeps of this conversation. `teacher_opening`:
+    messages that a teacher reads instead of `opening`; None: it reads what the policy reads.
     """
 
     def __init__(self, chat_format: ChatFormat, *, task: Mapping[str, Any] | None = None) -> None:
@@ -240,6 +255,7 @@ class Conversation:
         self.task = dict(task or {})
         self.state: dict[str, Any] = {}
         self.pictures: Pictures | None = None
+        self.teacher_opening: Sequence[Message] | None = None
         self.nodes: list[Node] = []
         self.metrics: dict[str, float] = {}
         self.suffixes: Counter[str] = Counter()  # how often each kind of `Suffix` came
@@ -281,11 +297,12 @@ class Conversation:
     def opening(self) -> Messages:
         """The messages of the newest path before the first answer; a fork repeats them."""
         newest = self.path()
-        if not newest:
-            return []
-        said = newest[0].messages
+        return self._opening(newest[0].messages) if newest else []
+
+    def _opening(self, said: Sequence[Mapping[str, Any]]) -> Messages:
+        """The opening of the path that begins with the messages `said`."""
         begun = (node.messages for node in self.nodes if node.parent is None)
-        first = next(messages for messages in begun if said[: len(messages)] == messages)
+        first = next(each for each in begun if tuple(said[: len(each)]) == each)
         return [dict(message) for message in first]
 
     @property
@@ -407,3 +424,13 @@ class Conversation:
         parents = {node.parent for node in self.nodes}
         paths = (self.path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents)
         return [row for path in paths if (row := _row(path, learnt)).num_sampled]
+
+    def teacher_prompt_ids(self, row: TrainingRow) -> list[int]:
+        """The prompt of a row as a teacher reads it."""
+        if self.teacher_opening is None or not row.messages:
+            return row.prompt_ids
+        require(self.pictures is None, "teacher_prompt", ..., "be left out where prompts show "
+                "images", "the teacher would see none")  # fmt: skip
+        asked = row.messages[: row.num_prompt_messages]
+        opening = [self.chat_format.cleaned(message) for message in self.teacher_opening]
+        return self.chat_format.prompt_ids([*opening, *asked[len(self._opening(asked)) :]])

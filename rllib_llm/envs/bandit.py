@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class BanditEnv(VectorEnv):
         rewards: what judges the completions.
         reference: frozen model (an object with `logprobs(prompt_ids, prompt_mask, completion_ids,
             completion_mask, temperature)` [B, T] float32, see `FrozenReference`), or None.
-        teacher: from the same tensors to a teacher's columns, see `FrozenTeacher.judge`, or None.
+        teacher: adds a teacher's columns, see `Teachers`, or None.
         model: the policy's, whose processor reads images.
 
     The others are declared in `envs/settings.py`. `num_envs` prompts are in a batch when `reset`
@@ -61,7 +61,7 @@ class BanditEnv(VectorEnv):
         reference: Any | None = None, kl_coeff: float = 0.0, temperature: float = 1.0,
         prompt_overflow: str = "truncate_left", return_texts: bool = False,
         device: str | torch.device = "cpu", vocab_size: int | None = None,
-        teacher: Callable[..., dict[str, torch.Tensor]] | None = None,
+        teacher: Any | None = None,
         teacher_prompt: str | None = None,
         model: str | None = None,
     ) -> None:  # fmt: skip
@@ -278,7 +278,8 @@ class BanditEnv(VectorEnv):
             prompts = dict(zip(prompts, found.values(), strict=True))
         if self.teacher is not None:
             with self._reference_lock:
-                found |= self.teacher(*prompts.values(), ids, mask)
+                rows = [row.columns for row in self._rows]
+                found |= self.teacher.judge(rows, *prompts.values(), ids, mask)
         return found
 
 

@@ -164,9 +164,6 @@ class ConversationEnv:
         terms = reward_terms(self.settings, self.tokenizer)
         self.rewards = RewardSum(terms) if terms else None
         self.reference = frozen_reference(self.settings, self.tokenizer)
-        require(self.settings["teacher_prompt"] is None, "teacher_prompt",
-                self.settings["teacher_prompt"], "be None in conversations",
-                "their rows have several prompts", "Leave it out")  # fmt: skip
         self.teacher = frozen_teacher(self.settings, self.tokenizer)
         self.num_envs = int(self.settings["num_envs"])
         # Updates of the policy so far, and in all, 0: not known; for reward functions that ask.
@@ -234,6 +231,24 @@ class ConversationEnv:
         functions."""
         return None
 
+    def teacher_messages(
+        self, conversation: Conversation
+    ) -> str | Sequence[Message] | None | Awaitable[str | Sequence[Message] | None]:
+        """What a teacher reads of a conversation that is over in place of its first messages, such
+        as the task with its solution, or with what the environment had to say of the answers. By
+        default the column `teacher_prompt`; None: what the policy reads.
+
+        Raises:
+            Problems: the column is empty.
+        """
+        column = self.settings["teacher_prompt"]
+        if column is None:
+            return None
+        text = conversation.task.get(column)
+        require(bool(text), f"the task's {column}", text, "be the teacher's prompt",
+                "teacher_prompt names this column", "Fill it in, or leave it out")  # fmt: skip
+        return first_messages(text, self.settings["system"])
+
     # --- parts -------------------------------------------------------------------------------
 
     def _make_toolbox(self, tools: Sequence[Any]) -> Toolbox:
@@ -254,6 +269,7 @@ class ConversationEnv:
         if self.rewards is not None:
             self.rewards.check_columns({*row.columns, *_OF_CONVERSATIONS})
         conversation = self.new_conversation(row, row.task())
+        ConversationEnv.teacher_messages(self, conversation)
         if self.starts_with_prompt or type(self).start is ConversationEnv.start:
             conversation.append_messages(self.first_messages(conversation))
 

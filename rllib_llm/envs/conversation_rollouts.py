@@ -157,6 +157,8 @@ class _Player:
         earned = await call(env.score, conversation)
         if earned is not None:
             self.attempt.earned = finite("score()", earned)
+        taught = await call(env.teacher_messages, conversation)
+        conversation.teacher_opening = None if taught is None else as_messages(taught)
 
     async def _sample(self) -> bool:
         """Samples the assistant's turn; False where it was cut off, and the conversation ends."""
@@ -269,7 +271,7 @@ def as_messages(given: Any) -> list[Message]:
     ):
         return list(messages)
     what = "a text or messages {role, content}"
-    raise TypeError(f"start() and respond() must return {what}, not {str(given)[:80]!r}")
+    raise TypeError(f"an environment must return {what}, not {str(given)[:80]!r}")
 
 
 TURNS = "turns"  # component: what was earned at turns
@@ -280,6 +282,7 @@ _SHOWN = 300  # characters of a reason
 _TOKENS = (
     columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.COMPLETION_MASK,
 )  # fmt: skip
+_OF_TEACHERS = (columns.TEACHER_PROMPT_IDS, columns.TEACHER_PROMPT_MASK)
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
@@ -306,8 +309,14 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
     if env.teacher is not None:
         require(columns.IMAGE_ROW not in batch, "teacher_in", "environment",
                 "be 'learner' where prompts show images")  # fmt: skip
-        given = (batch[name].to(env.device) for name in _TOKENS)
-        batch |= {name: column.cpu() for name, column in env.teacher(*given).items()}
+        tasks = {attempt.row_id: attempt.conversation.task for attempt in attempts}
+        has_own = columns.TEACHER_PROMPT_IDS in batch
+        names = (*_OF_TEACHERS, *_TOKENS[2:]) if has_own else _TOKENS
+        told = env.teacher.judge(
+            [tasks[row_id] for row_id in batch[columns.ROW_ID].tolist()],
+            *(batch[name].to(env.device) for name in names),
+        )  # fmt: skip
+        batch |= {name: column.cpu() for name, column in told.items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
         shows = columns.IMAGE_ROW in batch

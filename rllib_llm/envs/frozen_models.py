@@ -29,7 +29,7 @@ from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.images import images_of
-from rllib_llm.modules.logprobs import score_completions
+from rllib_llm.modules.logprobs import CompletionOutputs, score_completions
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import (
@@ -152,17 +152,23 @@ class FrozenReference(_Frozen):
         columns = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         if self._drift_rows:
             self.measure(*(column[: self._drift_rows] for column in columns))
-        lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
         result = torch.zeros(completion_ids.shape, device=completion_ids.device)
+        for rows, scored in self._passes(columns, seen, temperature=temperature):
+            result[rows] = scored.logprobs.to(result.device)
+        return result
+
+    def _passes(
+        self, columns: Sequence[Tensor], seen: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> Iterator[tuple[Tensor, CompletionOutputs]]:
+        """The numbers of the rows of each forward pass, and what it gave."""
+        lengths = columns[1].sum(dim=1) + columns[3].sum(dim=1)
         for rows in token_batches(lengths, self._batch_tokens):
-            rows = rows.to(completion_ids.device)
+            rows = rows.to(columns[0].device)
             batch = [column[rows].to(self._device) for column in columns]
             shown = None
             if seen is not None:
                 shown = images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})
-            scored = score_completions(self.model, *batch, temperature=temperature, shown=shown)
-            result[rows] = scored.logprobs.to(result.device)
-        return result
+            yield rows, score_completions(self.model, *batch, shown=shown, **options)
 
     def measure(self, *columns: Tensor) -> dict[str, float]:
         """Drift against the unquantised model on such columns as `logprobs` takes, kept in `drift`:
@@ -183,15 +189,9 @@ class FrozenTeacher(FrozenReference):
         """The columns `teacher_logprobs` [B, T] of the completion tokens, `teacher_top_ids` and
         `teacher_top_logprobs` [B, T, top_k], of what `logprobs` takes; 0 where masked out."""
         given = (prompt_ids, prompt_mask, completion_ids, completion_mask)
-        lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
         shape, device = completion_ids.shape, completion_ids.device
         found = _teacher_columns(shape, min(top_k, text_config(self.model).vocab_size), device)
-        for rows in token_batches(lengths, self._batch_tokens):
-            rows = rows.to(device)
-            batch = [column[rows].to(self._device) for column in given]
-            scored = score_completions(
-                self.model, *batch, temperature=temperature, likeliest=top_k
-            )
+        for rows, scored in self._passes(given, temperature=temperature, likeliest=top_k):
             assert scored.likeliest is not None
             for column, values in zip(
                 found.values(), (scored.logprobs, *scored.likeliest), strict=True
@@ -256,6 +256,44 @@ class ServedTeacher:
     def close(self) -> None:
         """Closes its connections."""
         self._client.close()
+
+
+class Teachers:
+    """One teacher, or several, of which a column of the data names each row's.
+
+    teachers: by name; the name of the only one does not matter without a column. top_k,
+    temperature: of `FrozenTeacher.judge`.
+    """
+
+    def __init__(
+        self, teachers: Mapping[str, FrozenTeacher | ServedTeacher], column: str | None = None, *,
+        top_k: int, temperature: float,
+    ) -> None:  # fmt: skip
+        self._teachers, self._column = teachers, column
+        self._settings: dict[str, Any] = {"top_k": top_k, "temperature": temperature}
+
+    def judge(self, rows: Sequence[Mapping[str, Any]], *given: Tensor) -> dict[str, Tensor]:
+        """As `FrozenTeacher.judge`, of as many `rows` of the data and what else that takes.
+
+        Raises:
+            Problems: a row whose column names no teacher.
+        """
+        if self._column is None:
+            (teacher,) = self._teachers.values()
+            return teacher.judge(*given, **self._settings)
+        names = [str(row.get(self._column)) for row in rows]
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(names):
+            require(name in self._teachers, self._column, name, f"be one of {[*self._teachers]}",
+                    "this column names the row's teacher",
+                    "Add it to teacher.models")  # fmt: skip
+            own = torch.tensor([place for place, each in enumerate(names) if each == name])
+            own = own.to(given[0].device)
+            told = self._teachers[name].judge(*(each[own] for each in given), **self._settings)
+            for key, column in told.items():
+                shape = (len(names), *column.shape[1:])
+                found.setdefault(key, column.new_zeros(shape))[own] = column
+        return found
 
 
 PAIR, CHAT = "pair", "chat"

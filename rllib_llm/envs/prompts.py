@@ -34,7 +34,7 @@ from rllib_llm.data.rows import (
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.images import image_columns
-from rllib_llm.shared.columns import TEACHER_PROMPT_IDS, TEACHER_PROMPT_MASK, pad_left
+from rllib_llm.shared.columns import teacher_prompt_columns
 from rllib_llm.shared.errors import Problems, require
 
 MESSAGES = "messages"  # the column of whole conversations
@@ -321,5 +321,5 @@ def teacher_prompts(
                     "teacher_prompt names this column", "Fill it in, or leave it out")  # fmt: skip
             ((ids,), _) = encoder.encode([replace(row, prompt=text)])
             found[row.index] = ids
-    ids, mask = pad_left([found[row.index] for row in rows], int(tokenizer.pad_token_id))
-    return {TEACHER_PROMPT_IDS: ids, TEACHER_PROMPT_MASK: mask}
+    prompts = [found[row.index] for row in rows]
+    return teacher_prompt_columns(prompts, int(tokenizer.pad_token_id))

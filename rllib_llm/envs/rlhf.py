@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -260,20 +259,25 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
 
 def frozen_teacher(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """The function that judges completions as the teacher that `settings` name, or None."""
+    """What judges completions as the teachers that `settings` name, see `Teachers`, or None."""
     if settings["teacher"] is None:
         return None
-    from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher
+    from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher, Teachers
+
+    def made(given: Any) -> FrozenTeacher | ServedTeacher:
+        own = named_model(given)
+        model = own.pop("model")
+        if "url" in own:
+            return ServedTeacher(model, **own)
+        check_vocabulary(TEACHER, model, tokenizer)
+        return FrozenTeacher(model, **{**_frozen_defaults(settings), **own})
 
     chosen = named_model(settings["teacher"])
-    model, own = chosen.pop("model"), {**_frozen_defaults(settings), **chosen}
-    if "url" in chosen:
-        made: Any = ServedTeacher(model, **chosen)
-    else:
-        check_vocabulary(TEACHER, model, tokenizer)
-        made = FrozenTeacher(model, **own)
-    told = {"top_k": settings["teacher_top_k"], "temperature": settings["temperature"]}
-    return functools.partial(made.judge, **told)
+    models = chosen.get("models") or {"": chosen}
+    return Teachers(
+        {str(name): made(given) for name, given in models.items()}, chosen.get("column"),
+        top_k=settings["teacher_top_k"], temperature=settings["temperature"],
+    )  # fmt: skip
 
 
 def _frozen_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

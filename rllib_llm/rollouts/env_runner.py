@@ -179,6 +179,8 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         if config.distill_coeff and config.teacher_in == "environment" and not config.in_evaluation:
             defaults["teacher"] = config.teacher_settings
             defaults["teacher_top_k"] = config.teacher_top_k
+        if config.in_evaluation:  # held-out prompts need no solutions
+            given.pop("teacher_prompt", None)
         context = EnvContext({**defaults, **given}, self.worker_index, num_workers=self.num_workers)
         env = make(config.env, context)
         check_batched(env)

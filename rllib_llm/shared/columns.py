@@ -181,6 +181,12 @@ def pad_left(rows: Sequence[Sequence[Any]], filler: float) -> tuple[Tensor, Tens
     return _padded(rows, filler, torch.int64, left=True)
 
 
+def teacher_prompt_columns(prompts: Sequence[Sequence[int]], pad: float) -> dict[str, Tensor]:
+    """`TEACHER_PROMPT_IDS` and `TEACHER_PROMPT_MASK` of rows of token ids; `pad`: a token's id."""
+    ids, mask = pad_left(prompts, pad)
+    return {TEACHER_PROMPT_IDS: ids, TEACHER_PROMPT_MASK: mask}
+
+
 def expert_columns(
     rows: Sequence[Tensor | None], prompt_lengths: Sequence[int], widths: tuple[int, int]
 ) -> dict[str, Tensor]:

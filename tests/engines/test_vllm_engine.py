@@ -17,6 +17,7 @@ from rllib_llm.engines.params import SamplingParams  # noqa: E402
 from rllib_llm.engines.protocol import Noise, Row  # noqa: E402
 from rllib_llm.engines.vllm_engine import VLLMEngine  # noqa: E402
 from rllib_llm.modules.logprobs import score_completions  # noqa: E402
+from rllib_llm.rollouts.in_flight import Batches, SingleRows  # noqa: E402
 from rllib_llm.shared import columns  # noqa: E402
 from rllib_llm.shared.errors import SettingWarning  # noqa: E402
 from tests.algorithms import tiny_runs as tiny  # noqa: E402
@@ -284,7 +285,8 @@ def test_a_run_streams_with_it(ray_session, stream):
         works = algorithm.env_runner_group.foreach_env_runner(
             lambda runner: type(runner.streamer.loop.in_flight).__name__, local_env_runner=False
         )
-    assert works == ["Rows" if stream["schedule"] == "free" else "Batches"]
+    kind = SingleRows if stream["schedule"] == "free" else Batches
+    assert works == [kind.__name__]
     assert num_versions == {1} if not has_several else 2 in num_versions
 
 

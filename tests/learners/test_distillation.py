@@ -66,15 +66,18 @@ def test_the_loss_is_the_mean_divergence_over_the_vocabulary(beta, monkeypatch):
 
 
 def test_a_teacher_reads_prompts_of_its_own():
+    """And is asked about tokens that the policy wrote alone, not those of tools between them."""
     learner = tiny.build(distill())
     batch = judged(learner)
+    where = batch[columns.COMPLETION_MASK].clone()
+    where[:, 1] = False
+    batch[columns.LOSS_MASK] = where
     ids = torch.randint(3, 13, (6, 7))
     mask = torch.arange(7) >= torch.arange(6).unsqueeze(1) % 4
     given = {columns.TEACHER_PROMPT_IDS: ids.where(mask, 0), columns.TEACHER_PROMPT_MASK: mask}
     with torch.no_grad():
         student = dense_logits(tiny.module_of(learner).model, batch)
         goal = dense_logits(learner.teacher.model, batch, *given.values())
-    where = batch[columns.COMPLETION_MASK]
     expected = divergence_stats(student, goal, 1.0)[0][where].mean()
     found = tiny.update(learner, {**batch, **given})
     assert found["loss/distill_avg"] == pytest.approx(float(expected), rel=1e-4)

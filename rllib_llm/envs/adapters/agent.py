@@ -61,6 +61,9 @@ class AgentEnv(ConversationEnv):
 
     def _open(self) -> None:
         super()._open()
+        require(self.settings["teacher_prompt"] is None, "teacher_prompt",
+                self.settings["teacher_prompt"], "be None with an agent",
+                "it says itself what the policy reads", "Leave it out")  # fmt: skip
         self.agent  # noqa: B018  (what cannot be called is refused before anything is sampled)
 
     def start(self, conversation: Conversation) -> NoReturn:
