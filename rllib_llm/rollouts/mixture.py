@@ -3,10 +3,10 @@
 Positions are dealt in batches, of as many groups as the learner takes at once. Of a batch an
 environment has its share of the weights, rounded down, or up for as many as the batch has room for:
 those that will soonest be owed a whole group. So it is never off by a whole group, and over all
-batches by one at most (Balinski and Young's quota method). What is owed is carried on, over other weights as
-well, so that the smallest weight has its groups in time. Within a batch the next group is of the
-environment with the smallest (n + ½)/q, of n of its q groups: Webster's method. With constant
-weights the order is a function of the weights alone.
+batches by one at most (Balinski and Young's quota method). What is owed is carried on, over other
+weights as well, so that the smallest weight has its groups in time. Within a batch the next group
+is of the environment with the smallest (n + ½)/q, of n of its q groups: Webster's method. With
+constant weights the order is a function of the weights alone.
 
 By tokens each group is of the environment with the smallest ratio of tokens to weight: those learnt
 from, plus those expected of groups on their way.
