@@ -53,16 +53,9 @@ def with_sampling(
     return groups
 
 
-def of_environments(
-    names: Sequence[str], batch: JudgedBatch, *, seconds: float = 0.0, version: int | None = None
-) -> dict[str, float]:
+def of_environments(names: Sequence[str], batch: JudgedBatch, version: int) -> dict[str, float]:
     """Metrics of each of several environments, as `<name>/<metric>`; of those that the batch has
-    no rows of, their share alone.
-
-    Args:
-        seconds: that the batch took, for episodes per second.
-        version: of the weights that learn from it, for its age.
-    """
+    no rows of, their share alone. `version`: of the weights that learn from it."""
     found: dict[str, float] = {}
     if len(names) < 2 or columns.ENVIRONMENT not in batch.columns:
         return found
@@ -84,9 +77,7 @@ def of_environments(
             "zero_variance_groups": 1.0 - sum(spread) / len(spread),
             "share_of_batch": len(spread) / num_groups,
         }  # fmt: skip
-        if seconds:
-            of_one["eps"] = rows.num_rollouts / seconds
-        if version is not None and bool(rows.sampled_mask.any()):
+        if bool(rows.sampled_mask.any()):
             of_one["age"] = version - rows.mean_version()
         of_one |= {name: value for name, value in rows.train_metrics().items() if name != "rewards"}
         of_one |= rows.env_metrics()
