@@ -3,7 +3,12 @@ runs, and what is said of each."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +28,7 @@ from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 
 DIGITS = f"{tiny.HERE}.num_digits"
+ROOT = Path(__file__).parents[2]
 CHATTY = "tests.conversations.family_models"
 
 
@@ -120,6 +126,7 @@ def ahead(num_samplers=0, **settings):
     return config.environments(**settings)
 
 
+KILLED_AT = "RLLIB_LLM_TEST_KILLED_AT"  # environment variable: the update after which it dies
 WEIGHED = {"env_weights": f"{__name__}.Alternating", "mix_by": "tokens"}
 
 
@@ -131,6 +138,8 @@ class Alternating:
 
     def __call__(self, metrics):
         self.num_asked += 1
+        if self.num_asked == int(os.environ.get(KILLED_AT, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"letters": 1 + self.num_asked % 2 + abs(metrics["sums"]["reward"])}
 
     def get_state(self):
@@ -162,6 +171,36 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, tmp_path, whole, whole_a
         algorithm.restore_from_path(tmp_path / "checkpoint")
         after = tiny.train(algorithm, num - 2)
         same((before + after, tiny.weights(algorithm)), uninterrupted)
+
+
+SAVES_AND_DIES = """
+import sys
+from tests.algorithms.test_environments import WEIGHED, ahead, tiny
+from tests.conftest import start_ray
+
+start_ray()
+with tiny.built(ahead(**WEIGHED)) as algorithm:
+    while True:
+        algorithm.train()
+        algorithm.save_to_path(sys.argv[1] + "/" + str(algorithm.iteration))
+"""
+
+
+@pytest.mark.slow  # a process of its own, with its own Ray
+def test_a_run_after_kill_9_is_the_uninterrupted_one(tmp_path, whole_ahead):
+    """Killed with all its Ray in the third iteration: learners have new weights, which nobody was
+    given, and groups are on their way."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, KILLED_AT: "3", "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-c", SAVES_AND_DIES, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600)
+    assert done.returncode == -signal.SIGKILL
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "2"]
+    with tiny.built(ahead(**WEIGHED)) as algorithm:
+        algorithm.restore_from_path(tmp_path / "2")
+        same((tiny.train(algorithm, 3), tiny.weights(algorithm)),
+             (whole_ahead[0][2:], whole_ahead[1]))  # fmt: skip
 
 
 def test_weights_follow_from_results(whole_ahead):
