@@ -53,18 +53,11 @@ def with_sampling(
     return groups
 
 
-def of_environments(
-    names: Sequence[str], batch: JudgedBatch, *, seconds: float = 0.0, version: int | None = None
-) -> dict[str, float]:
+def of_environments(names: Sequence[str], batch: JudgedBatch, version: int) -> dict[str, float]:
     """Metrics of each of several environments, as `<name>/<metric>`; of those that the batch has
-    no rows of, their share alone.
-
-    Args:
-        seconds: that the batch took, for episodes per second.
-        version: of the weights that learn from it, for its age.
-    """
+    no rows of, their share alone. `version`: of the weights that learn from it."""
     found: dict[str, float] = {}
-    if len(names) < 2 or columns.ENVIRONMENT not in batch.columns:
+    if columns.ENVIRONMENT not in batch.columns:
         return found
     found = {f"{name}/share_of_batch": 0.0 for name in names}
     num_groups = len(batch.columns[columns.GROUP].unique())
@@ -84,9 +77,7 @@ def of_environments(
             "zero_variance_groups": 1.0 - sum(spread) / len(spread),
             "share_of_batch": len(spread) / num_groups,
         }  # fmt: skip
-        if seconds:
-            of_one["eps"] = rows.num_rollouts / seconds
-        if version is not None and bool(rows.sampled_mask.any()):
+        if bool(rows.sampled_mask.any()):
             of_one["age"] = version - rows.mean_version()
         of_one |= {name: value for name, value in rows.train_metrics().items() if name != "rewards"}
         of_one |= rows.env_metrics()
@@ -162,6 +153,9 @@ def with_headline(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**head, **result}
 
 
+_DRAWN = ("temperature", "top_p", "top_k")
+
+
 def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRecorder:
     """The recorder of rollouts, for a run that stores them: in the trial's folder on this machine,
     in Tune's `storage` where that is elsewhere, or below `rollouts_path`."""
@@ -169,10 +163,12 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
     held_out = config.get_evaluation_config_object()
     samples_held_out = held_out is not None and held_out.explore
     about = AboutRun(
-        run=trial_folder.name, env=str(config.env), env_names=config.env_names,
+        run=trial_folder.name, env=str(config.env),
+        of_envs=tuple({"env": name, **{key: getattr(each, key) for key in _DRAWN}}
+                      for name, each in config.env_configs().items() if name),
         num_completions=config.num_completions,
         num_held_out_completions=held_out.num_completions if samples_held_out else 1,
-        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+        **{key: getattr(config, key) for key in _DRAWN},
         seed=config.seed or 0, tokenizer=tokenizer, vocabulary=vocabulary_hash(tokenizer),
     )  # fmt: skip
     folder, filesystem = str(trial_folder / ROLLOUTS), None

@@ -206,10 +206,10 @@ class RLHF(LanguageModelAlgorithm):
             given = with_images(sampled.columns, self._images_at)
             report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
-        env_weights = None
+        fresh, env_weights = sampled.fresh, None
+        self.of_envs = of_environments(self.config.env_names, fresh, self.weights_version)
         if self.env_weights is not None:
-            names = self.config.env_names
-            env_weights = self.env_weights.after(of_environments(names, sampled.fresh))
+            env_weights = self.env_weights.after(self.of_envs)
         with self.phase(PUBLISHING):
             self.publish_next(env_weights)
 
@@ -383,10 +383,10 @@ class RLHF(LanguageModelAlgorithm):
         groups["rollout_store"] = self.recorder.metrics()
         groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
         groups["throughput"] = throughput(sampled, seconds)
-        groups["env"] |= of_environments(
-            [*self.config.env_names], sampled, seconds=seconds["iteration"],
-            version=self.weights_version - 1,
-        )  # fmt: skip
+        groups["env"] |= self.of_envs
+        for name in self.config.env_names:
+            if (num := self.of_envs.get(f"{name}/episodes")) is not None:
+                groups["env"][f"{name}/eps"] = num / seconds["iteration"]
         rate = sampled.num_rollouts / seconds["iteration"]
         self.note(groups, self.position * self.config.num_completions, rate)
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])

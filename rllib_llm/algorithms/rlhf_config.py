@@ -226,13 +226,13 @@ class RLHFConfig(LanguageModelConfig):
 
     def serving_settings(self) -> ServingSettings:
         """Settings common to all samplers."""
-        rules = self.stream_rules()
+        rules, envs = self.stream_rules(), self.env_configs().values()
         return ServingSettings(
             num_completions=self.num_completions,
             groups_per_lease=rules.groups_per_lease if self.streams else 1,
-            min_valid=min(2, self.num_completions),
-            filters=tuple(self.filters or ()),
-            env_filters=tuple(tuple(each.filters or ()) for each in self.env_configs().values()),
+            min_valid=2,
+            env_filters=tuple(tuple(each.filters or ()) for each in envs),
+            env_completions=tuple(each.num_completions for each in envs),
             by_row=self.streams
             and self.schedule == "free"
             and takes_rows(self)

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from typer import Argument, Option
 from rllib_llm.cli.options import Imports
 from rllib_llm.cli.session import extra_serve, prepare, shown_warnings, user_errors
 from rllib_llm.runs.yaml_loader import parse_mapping
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import errors_of, report, require
 
 app = typer.Typer(help="Environments: list them, check one.", no_args_is_help=True)
 
@@ -55,7 +56,8 @@ def _purpose(name: str, path: str) -> str:
 @app.command("check")
 def check(
     env: Annotated[str, Argument(
-        help="A name, or the dotted path of an environment or its creator.")],
+        help="A name, the dotted path of an environment or its creator, or a YAML file: all those "
+        "of its experiments, with their settings.")],
     env_config: Annotated[str, Option(
         "--env-config", "-c", help="Its settings, as JSON or YAML.")] = "{}",
     model: Annotated[str | None, Option(
@@ -71,25 +73,50 @@ def check(
     """
     prepare(imports=imports)
     console = Console()
+    is_sound = True
     with user_errors(), shown_warnings():
         from rllib_llm.envs.check_env import check_env
 
-        settings = parse_mapping(env_config, "--env-config")
-        problems = check_env(
-            env,
-            settings if model is None else {**settings, "model": model},
-            num_prompts=num_prompts,
-            num_completions=num_completions,
-            report=lambda line: console.print(f"chat template, {line}", markup=False),
-            agent_server=_open_agent_server,
-        )
-    if not problems:
-        console.print(f"[green]{env} keeps the contract.[/green]", highlight=False)
-        return
-    console.print(f"[red]{env} has {len(problems)} problem(s):[/red]", highlight=False)
-    for problem in problems:
-        console.print(f"  - {problem}", markup=False, highlight=False)
-    raise typer.Exit(1)
+        given = parse_mapping(env_config, "--env-config")
+        given |= {} if model is None else {"model": model}
+        is_file = Path(env).suffix in (".yaml", ".yml")
+        for name, made_of, settings in _in_file(Path(env)) if is_file else [(env, env, {})]:
+            problems = check_env(
+                made_of, {**settings, **given}, num_prompts=num_prompts,
+                num_completions=num_completions, agent_server=_open_agent_server,
+                report=lambda line: console.print(f"chat template, {line}", markup=False),
+            )  # fmt: skip
+            if not problems:
+                console.print(f"[green]{name} keeps the contract.[/green]", highlight=False)
+                continue
+            is_sound = False
+            console.print(f"[red]{name} has {len(problems)} problem(s):[/red]", highlight=False)
+            for problem in problems:
+                console.print(f"  - {problem}", markup=False, highlight=False)
+    if not is_sound:
+        raise typer.Exit(1)
+
+
+def _in_file(file: Path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The environments of a file's experiments: a name, what each is made of, and its settings."""
+    from rllib_llm.runs.doctor.stage import env_settings
+    from rllib_llm.runs.experiments import with_stand_ins
+    from rllib_llm.runs.plan import examined
+    from rllib_llm.runs.yaml_loader import load_file
+
+    experiments, errors = load_file(file)
+    report(errors)
+    found = 0
+    for experiment in with_stand_ins(experiments):
+        plan = examined(experiment)
+        report(errors_of(plan.problems))
+        stage = plan.stage
+        for name, config in stage.config.env_configs().items() if stage and stage.is_rlhf else ():
+            found += 1
+            settings = env_settings(config) or {**config.env_config, "model": config.given_model()}
+            place = f"{experiment.name}.envs.{name}" if name else experiment.name
+            yield f"{place} ({config.env})", config.env, settings
+    require(found, "file", str(file), "have an experiment with an environment")
 
 
 def _open_agent_server(*arguments: Any, **settings: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,18 +96,21 @@ def rollouts(
             return
         if where:
             console.print("All rollouts of the run, without --where:")
-        _print_summary(console, found)
+        envs = _print_summary(console, found)
         rows = table.to_pylist()
     if show and not rows:
         console.print(f"No completion matches --where {where!r}." if where else "There is none.")
     for row in rows:
-        _print_row(console, row)
+        _print_row(console, row, names_env=len(envs) > 1)
 
 
-def _print_summary(console: Console, found: Any) -> None:
+def _print_summary(console: Console, found: Any) -> Collection[str]:
+    """Prints it; the names of the environments."""
     from rllib_llm.data.rollouts import reasons, summary
 
-    for status, counted in summary(found).items():
+    of_envs = summary(found, "env")
+    several = of_envs if len(of_envs) > 1 else {}
+    for status, counted in [*summary(found).items(), *several.items()]:
         score = "" if counted["score"] is None else f", mean score {counted['score']:.4g}"
         console.print(
             f"{status}: {counted['completions']:.0f} completions, {counted['tokens']:.0f} tokens"
@@ -115,13 +119,15 @@ def _print_summary(console: Console, found: Any) -> None:
     why = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons(found).items()))
     if why:
         console.print(f"reasons: {why}")
+    return of_envs
 
 
-def _print_row(console: Console, row: dict[str, Any]) -> None:
+def _print_row(console: Console, row: dict[str, Any], *, names_env: bool = False) -> None:
     reason = f" ({row['reason']})" if row["reason"] else ""
     parts = [
         f"iteration {row['iteration']}",
         f"prompt {row['position']}, completion {row['sample']}",
+        *([row["env"]] if names_env else ()),
         f"{row['status']}{reason}",
         *(f"{name} {row[name]:.4g}" for name in ("score", "reward") if row[name] is not None),
         *(f"{name} {value:.4g}" for name, value in json.loads(row["rewards"] or "{}").items()),

@@ -14,9 +14,9 @@ from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import DEFAULT_ENV, Section, Settings, setting, when
 
 SEVERAL = when("envs", "is set", bool, "Set envs, or remove it", ": there is one environment")
-# What an environment may have for itself: how its texts are drawn (but for the temperature, by
-# which the loss divides logits, too), and which of its groups are learnt from.
-OF_ENTRIES = {"env", "env_config", "filters", "teacher", *Drawn.model_fields} - {"temperature"}
+# What an environment may have for itself: how its texts are drawn, how many of a prompt, which of
+# its groups are learnt from, and from whom.
+OF_ENTRIES = {"env", "env_config", "filters", "num_completions", "teacher", *Drawn.model_fields}
 NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
@@ -27,9 +27,9 @@ class Environments(Settings):
     envs: dict[str, dict[str, Any]] | None = setting(
         None, "the environments by name; None: the one of `env` and its sections",
         note="Each has a `weight` (1), and what an environment's sections take: env, env_config, "
-        "prompts, rewards, conversation; also filters, max_new_tokens, min_new_tokens, "
-        "stop_token_ids, top_p, top_k and, with teacher_in='environment', teacher. What it leaves "
-        "out is the run's.",
+        "prompts, rewards, conversation; also filters, num_completions, max_new_tokens, "
+        "min_new_tokens, stop_token_ids, temperature, top_p, top_k and, with "
+        "teacher_in='environment', teacher. What it leaves out is the run's.",
         remedy="Write {math: {weight: 2, prompts: {data: ...}, rewards: {...}}, chat: {...}}",
         also="environments env_list",
     )  # fmt: skip
@@ -105,10 +105,19 @@ def environment_rules(config: Any) -> Iterator[Problem]:
             yield Problem(f"{place}.teacher", "be set for the whole run",
                           "the teacher in the learner is that of all environments",
                           "Set teacher_in='environment'", given["teacher"])  # fmt: skip
-        if (longest := given.get("max_new_tokens", 0)) > config.max_new_tokens:
-            yield Problem(f"{place}.max_new_tokens", "be at most the run's max_new_tokens="
-                          f"{config.max_new_tokens}", "memory and losses count on it",
-                          f"Set max_new_tokens: {longest} for the run", longest)  # fmt: skip
+        for most in ("max_new_tokens", "num_completions"):
+            if (number := given.get(most, 0)) > (of_run := getattr(config, most)):
+                yield Problem(f"{place}.{most}", f"be at most the run's {most}={of_run}",
+                              "memory, losses and the ids of rows count on it",
+                              f"Set {most}: {number} for the run", number)  # fmt: skip
+        compares = (config.ref_kl_coeff and config.ref_kl_estimator == "full") or (
+            config.distill_coeff and config.distill_loss == "divergence"
+        )
+        if compares and given.get("temperature", config.temperature) != config.temperature:
+            yield Problem(f"{place}.temperature", f"be the run's temperature={config.temperature}",
+                          "whole distributions are compared, at one temperature for all",
+                          "Leave it out, or set another ref_kl_estimator or distill_loss",
+                          given["temperature"])  # fmt: skip
     weights = [entry.get("weight", 1) for entry in (config.envs or {}).values()]
     if weights and all(weight == 0 for weight in weights):
         yield wrong(config, "envs", "such that a weight is above 0", "nothing would be sampled")

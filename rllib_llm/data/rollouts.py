@@ -277,20 +277,20 @@ def _pair(best: dict[str, Any], worst: dict[str, Any]) -> dict[str, Any]:
     return pair
 
 
-def summary(rollouts: ds.Dataset) -> dict[str, dict[str, float]]:
-    """Completions, tokens and mean score by status. All rows of a rollout count as one completion,
-    with the sum of their tokens."""
-    table = rollouts.to_table(columns=["status", "tokens", "score", "row"])
+def summary(rollouts: ds.Dataset, by: str = "status") -> dict[str, dict[str, float]]:
+    """Completions, tokens and mean score by status, or by another column. All rows of a rollout
+    count as one completion, with the sum of their tokens."""
+    table = rollouts.to_table(columns=[by, "tokens", "score", "row"])
     first = pc.fill_null(pc.equal(table.column("row"), 0), True)
     scores = pc.if_else(first, table.column("score"), pa.scalar(None, pa.float32()))
     table = table.set_column(2, "score", scores).set_column(3, "row", first.cast(pa.int64()))
-    counted = table.group_by("status").aggregate(
+    counted = table.group_by(by).aggregate(
         [("tokens", "sum"), ("score", "mean"), ("row", "sum")]
     )
     return {
-        row["status"]: {"completions": row["row_sum"], "tokens": row["tokens_sum"] or 0,
+        row[by]: {"completions": row["row_sum"], "tokens": row["tokens_sum"] or 0,
                         "score": row["score_mean"]}
-        for row in sorted(counted.to_pylist(), key=lambda row: row["status"])
+        for row in sorted(counted.to_pylist(), key=lambda row: row[by] or "")
     }  # fmt: skip
 
 

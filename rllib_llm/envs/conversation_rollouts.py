@@ -56,14 +56,14 @@ _OF_TOOLS = ("num_tool_calls", "tool_failures", "tool_timeouts", "tool_seconds")
 
 def run_rollouts(
     env: ConversationEnv, rows: Sequence[PromptRow], *, positions: Sequence[int],
-    num_completions: int, complete: Complete, max_new_tokens: int,
+    num_completions: int, complete: Complete, max_new_tokens: int, stride: int = 0,
 ) -> list[Rollout]:  # fmt: skip
     """Conversations about all tasks, `num_completions` of each, in the order of the tasks.
 
     Raises:
         EngineFailed: the engine did not sample.
     """
-    attempts = new_attempts(env, rows, positions, num_completions)
+    attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def converse(attempt: Rollout) -> None:
         await _Player(env, attempt, complete, max_new_tokens).converse()
@@ -73,16 +73,17 @@ def run_rollouts(
 
 
 def new_attempts(
-    env: ConversationEnv, rows: Sequence[PromptRow], positions: Sequence[int], num_completions: int
-) -> list[Rollout]:
+    env: ConversationEnv, rows: Sequence[PromptRow], positions: Sequence[int], num_completions: int,
+    stride: int = 0,
+) -> list[Rollout]:  # fmt: skip
     """Rollouts that have not begun, `num_completions` of each task, whose group has the position
-    beside it."""
+    beside it. `stride`: see `SampleRequest`."""
     attempts = []
     for group, row in zip(positions, rows, strict=True):
         for copy in range(num_completions):
             task = copied(row.task())
             conversation = env.new_conversation(row, task)
-            row_id = group * num_completions + copy
+            row_id = group * (stride or num_completions) + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
 

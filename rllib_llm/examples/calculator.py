@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import string
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -108,9 +109,16 @@ def build_model(
     return small_llama(build_tokenizer(), seed, max_len=max_len, **size)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_reader(
+    seed: int = 0, max_len: int = 128, **size: int
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """As `build_model`, with a tokenizer that knows letters: for other tasks beside the sums."""
+    return small_llama(build_tokenizer(string.ascii_letters), seed, max_len=max_len, **size)
+
+
+def build_tokenizer(more_characters: str = "") -> PreTrainedTokenizerFast:
     """One token for each character and for each piece that a call is made of."""
-    return chat_tokenizer(_CHARACTERS, _PIECES)
+    return chat_tokenizer(_CHARACTERS + more_characters, _PIECES)
 
 
 _BINARY: dict[type[ast.operator], Callable] = {

@@ -45,6 +45,9 @@ class RLHFLearner(LanguageModelLearner):
             self.entropy_coeff = AdaptiveEntropyCoefficient(
                 self.config.entropy_coeff, target, self.config.entropy_coeff_delta
             )
+        temperatures = [each.temperature for each in self.config.env_configs().values()]
+        # By number of the environment, where they differ.
+        self._temperatures = torch.tensor(temperatures) if len({*temperatures}) > 1 else None
         self.score_scales = {0: scores.RunningScoreScale()}  # by number of the environment
         self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far
@@ -107,6 +110,10 @@ class RLHFLearner(LanguageModelLearner):
         require(columns.COMPLETION_EXPERTS in batch or not self.config.routing_replay,
                 "routing_replay", True, "be False with this environment or sampler",
                 "completions came without the experts that were chosen")  # fmt: skip
+        if self._temperatures is not None:
+            (numbers,) = columns.fetched([batch[columns.ENVIRONMENT]])
+            of_rows = self._temperatures[numbers.long()]
+            batch[columns.TEMPERATURE] = columns.moved(of_rows, self._device)
         batch.update(self._old_policy(batch))
         measured = self._reference_kl(batch)
         kl = torch.zeros_like(batch[columns.OLD_LOGPROBS]) if measured is None else measured

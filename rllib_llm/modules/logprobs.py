@@ -86,7 +86,7 @@ class Teacher:
 
 def score_completions(
     model: nn.Module, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
-    completion_mask: Tensor, *, temperature: float = 1.0, entropy: bool = False,
+    completion_mask: Tensor, *, temperature: float | Tensor = 1.0, entropy: bool = False,
     hidden: bool = False, full_kl_to: ReferencePolicy | None = None,
     distill_to: Teacher | None = None, likeliest: int = 0, logits_chunk_tokens: int | None = None,
     shown: Shown | None = None, routing: Routing | None = None,
@@ -95,7 +95,8 @@ def score_completions(
 
     Prompts [batch, prompt_len] are left-padded, completions [batch, completion_len] right-padded,
     masks bool. Tokens masked out between masked-in ones (tool output) are read but not scored.
-    Logits are divided by `temperature`; log-softmax is float32. `logits_chunk_tokens` is the number
+    Logits are divided by `temperature`, of all or [batch] of each row; where rows have theirs, no
+    distributions are compared. Log-softmax is float32. `logits_chunk_tokens` is the number
     of positions whose logits exist at one time, by default as many as make 256 MiB, in half
     precision 512. Dropout is as the model's mode says. Works under grad and no_grad; the result
     does not depend on padding or chunks beyond rounding. The gradients of `full_kl` and of the
@@ -110,6 +111,9 @@ def score_completions(
     wanted = run.wanted
     logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
     full, distilled = None, None
+    if isinstance(temperature, Tensor):
+        assert full_kl_to is None and distill_to is None and not likeliest, "one for all rows"
+        temperature = 1.0
     if full_kl_to is not None:
         (kl,) = _beside(run, full_kl_to, rows, temperature, logits_chunk_tokens,
                         lambda logits, others: (full_kl(logits, others),))  # fmt: skip
@@ -204,22 +208,32 @@ def _run(model: Any, rows: TokenRows, hidden: bool, routing: Routing | None = No
 
 
 def _stats(
-    run: _Run, temperature: float, entropy: bool, logits_chunk_tokens: int | None
+    run: _Run, temperature: float | Tensor, entropy: bool, logits_chunk_tokens: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [tokens] and entropies [tokens] or None."""
+    of_tokens: tuple[Tensor, ...] = ()
+    if isinstance(temperature, Tensor):
+        rows = run.wanted.places // run.wanted.shape[1]
+        each = run.states.new_ones(len(run.wanted.targets), 1, dtype=torch.float32)
+        each[: len(rows), 0] = temperature.to(each)[rows]
+        of_tokens, temperature = (each,), 1.0
     assert temperature > 0, temperature
+    of_all = temperature
 
-    def stats_of(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    def stats_of(states: Tensor, targets: Tensor, *divisor: Tensor) -> tuple[Tensor, ...]:
         logits = run.logits_of(states)
+        if divisor:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / divisor[0]
         logprobs, entropies = token_stats(
-            logits, targets, temperature, entropy, consume=run.makes_logits
+            logits, targets, of_all, entropy, consume=run.makes_logits or bool(divisor)
         )
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
     if logits_chunk_tokens is None:
         is_half = run.states.element_size() == 2
         logits_chunk_tokens = run.default_chunk_tokens * (_HALF_CHUNKS if is_half else 1)
-    results = in_chunks(stats_of, (run.states, run.wanted.targets), logits_chunk_tokens)
+    per_token = (run.states, run.wanted.targets, *of_tokens)
+    results = in_chunks(stats_of, per_token, logits_chunk_tokens)
     return results[0], (results[1] if entropy else None)
 
 

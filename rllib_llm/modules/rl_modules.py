@@ -189,7 +189,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
         if columns.COMPLETION_IDS in batch:
             routing = _routing(batch) or (Routing() if router_aux else None)
             scored = score_completions(
-                self.computing_model, *_completion_columns(batch), temperature=self.temperature,
+                self.computing_model, *_completion_columns(batch),
+                temperature=batch.get(columns.TEMPERATURE, self.temperature),
                 entropy=names is None or columns.ENTROPY in names,
                 hidden=values and self.model_config["critic"] == "shared", full_kl_to=full_kl_to,
                 distill_to=distill_to, shown=images_of(batch), routing=routing,
@@ -244,7 +245,8 @@ class CausalLMModule(HuggingFaceModule, ValueFunctionAPI, InferenceOnlyAPI):
     def _reference_logprobs(self, batch: dict[str, Any], reference: ReferencePolicy):
         with reference.context():
             return score_completions(
-                reference.model, *_completion_columns(batch), temperature=self.temperature,
+                reference.model, *_completion_columns(batch),
+                temperature=batch.get(columns.TEMPERATURE, self.temperature),
                 shown=images_of(batch),
             ).logprobs  # fmt: skip
 

@@ -99,7 +99,8 @@ class ConversationSampler(Sampler):
             return run_rollouts(
                 env, env.tasks.rows(request.position, request.num_prompts),
                 positions=request.positions, num_completions=request.num_completions,
-                complete=completer(loop, params, self.seed), max_new_tokens=params.max_new_tokens,
+                stride=request.stride, complete=completer(loop, params, self.seed),
+                max_new_tokens=params.max_new_tokens,
             )  # fmt: skip
 
 
@@ -151,7 +152,7 @@ class AgentSampler(ConversationSampler):
         return run_agents(
             env, env.tasks.rows(request.position, request.num_prompts),
             positions=request.positions, num_completions=request.num_completions,
-            server=server, sampling=sampling_fields(params, self.seed),
+            stride=request.stride, server=server, sampling=sampling_fields(params, self.seed),
             max_new_tokens=params.max_new_tokens,
         )  # fmt: skip
 

@@ -77,8 +77,7 @@ class Batches:
             return []
         lease = self._leases.pop(next(iter(self._leases)))
         try:
-            settings = self._settings
-            asked = requests_of(lease, settings.num_completions, settings.explore)
+            asked = requests_of(lease, self._settings)
             return [(lease, self._sampler.generate(request, lease.weights)) for request in asked]
         except Exception as error:  # noqa: BLE001  (the border of the process; reported to the ledger)
             return [(lease, error)]
@@ -238,32 +237,32 @@ class SingleRows(Batches):
         return failed
 
     def _group(self, lease: Lease, position: int) -> CompletionGroup:
-        n, place = self._settings.num_completions, position - lease.position
+        place = position - lease.position
         alone = dataclasses.replace(
             lease, position=position, num_groups=1, places=lease.places[place : place + 1]
         )
-        (request,) = requests_of(alone, n)
+        (request,) = requests_of(alone, self._settings)
         prompts = self._sampler.of(request).environment.prompts(request)
         prompt = zlib.crc32(
             prompts[columns.PROMPT_IDS][0][prompts[columns.PROMPT_MASK][0]].cpu().numpy()
         )
         before = lease.partial.get(position, ())
-        if not self._can_continue(before, prompt, self._sampler.of(request)):
-            before = (PartialCompletion((), (), (), prompt=prompt),) * n
+        if not self._can_continue(before, prompt, request):
+            before = (PartialCompletion((), (), (), prompt=prompt),) * request.num_completions
         return CompletionGroup(lease, request, prompts, before)
 
     def _can_continue(
-        self, before: Sequence[PartialCompletion], prompt: int, sampler: Sampler
+        self, before: Sequence[PartialCompletion], prompt: int, request: SampleRequest
     ) -> bool:
         """Whether these settings and data could have made this partial output: a restored run may
         have others."""
-        longest = sampler.params(True).max_new_tokens
+        longest = self._sampler.of(request).params(True).max_new_tokens
 
         def fits(row: PartialCompletion) -> bool:
             room = longest - len(row.token_ids)
             return {"length": room == 0, "aborted": room > 0}.get(row.finish, room >= 0)
 
-        return len(before) == self._settings.num_completions and all(
+        return len(before) == request.num_completions and all(
             row.prompt in (0, prompt) and fits(row) for row in before
         )
 

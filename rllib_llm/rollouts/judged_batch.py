@@ -17,6 +17,7 @@ import torch
 from rllib_llm.numerics.scores import RolloutRows
 from rllib_llm.rollouts.groups import UNJUDGED, Closed, JudgedGroup, Lease
 from rllib_llm.rollouts.mixture import Place
+from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION, widen
 from rllib_llm.shared.messages import TrialMessage
@@ -42,7 +43,7 @@ class SampleRequest:
     """Prompts `position .. position + num_prompts - 1`, `num_completions` of each.
 
     env: number of the environment that has them. groups: their positions among those of all
-    environments; (): the same.
+    environments; (): the same. stride: between the ids of their first rows; 0: num_completions.
     """
 
     position: int
@@ -52,6 +53,7 @@ class SampleRequest:
     return_texts: bool = False
     env: int = 0
     groups: tuple[int, ...] = ()
+    stride: int = 0
 
     @property
     def positions(self) -> Sequence[int]:
@@ -59,7 +61,7 @@ class SampleRequest:
         return self.groups or range(self.position, self.position + self.num_prompts)
 
 
-def requests_of(lease: Lease, num_completions: int, explore: bool = True) -> list[SampleRequest]:
+def requests_of(lease: Lease, settings: ServingSettings) -> list[SampleRequest]:
     """The requests of a lease, one for each environment, so that the round-off is the same on any
     sampler. Consecutive groups have consecutive positions in their environments, too."""
     of_env: dict[int, list[tuple[int, int]]] = {}
@@ -68,8 +70,10 @@ def requests_of(lease: Lease, num_completions: int, explore: bool = True) -> lis
         of_env.setdefault(place.env, []).append((place.position, group))
     return [
         SampleRequest(
-            own[0][0], len(own), num_completions, explore, lease.return_texts, env,
+            own[0][0], len(own), settings.completions_of(env), settings.explore,
+            lease.return_texts, env,
             () if own[0][0] == own[0][1] and len(of_env) == 1 else tuple(g for _, g in own),
+            settings.num_completions,
         ) for env, own in of_env.items()
     ]  # fmt: skip
 

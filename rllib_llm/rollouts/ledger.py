@@ -74,7 +74,7 @@ class Ledger:
             keeps_rejected=keeps_rejected,
         )  # fmt: skip
         self._schedule = open_schedule(rules, self.table, self._outcomes)
-        self.mixture = Mixture(rules.env_weights, rules.mix_by)
+        self.mixture = Mixture(rules.env_weights, rules.mix_by, rules.num_groups)
 
     @property
     def account(self) -> TokenAccount:

@@ -8,7 +8,7 @@ import datetime
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class AboutRun:
     seed: int
     tokenizer: Any = None  # for texts that were not decoded; None: the ids alone are stored
     vocabulary: str = ""  # a hash of it
-    env_names: tuple[str, ...] = ()  # of several environments
+    of_envs: tuple[Mapping[str, Any], ...] = ()  # those of each of several environments instead
 
 
 def rows_of(
@@ -65,8 +65,10 @@ def rows_of(
     rows: dict[str, pa.Array] = {
         name: pa.repeat(pa.scalar(value), num_rows) for name, value in constants.items()
     }
-    if columns.ENVIRONMENT in have and len(about.env_names) > 1:
-        rows["env"] = pa.array([about.env_names[i] for i in have[columns.ENVIRONMENT].tolist()])
+    if columns.ENVIRONMENT in have and about.of_envs:
+        own = [about.of_envs[i] for i in have[columns.ENVIRONMENT].tolist()]
+        for name in about.of_envs[0]:
+            rows[name] = pa.array([each[name] for each in own], rows[name].type)
     rows["reward"] = pa.array(batch.rewards.float().numpy())
     rows |= {name: pa.array(have[column].numpy()) for name, column in _SCALARS if column in have}
     if columns.ROW_ID in have:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -117,7 +118,7 @@ class SampleLoop:
     def __init__(self, ledger: SamplerLedger, sampler: Sampler, settings: ServingSettings) -> None:
         self._ledger, self._sampler, self._settings = ledger, sampler, settings
         self.in_flight = open_in_flight(sampler, settings)
-        self._filters = [Filters(each) for each in (settings.env_filters or (settings.filters,))]
+        self._filters = functools.cache(lambda env: Filters(settings.filters_of(env)))
         self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
         self._judging: list[tuple[Lease, Sequence[int], Future[list[JudgedGroup]]]] = []
         self._asked: Future[list[Lease]] | None = None  # for leases
@@ -205,8 +206,10 @@ class SampleLoop:
     def _judged(self, generated: UnjudgedBatch) -> list[JudgedGroup]:
         """The groups of a batch, judged and filtered."""
         judged = self._sampler.judge(generated, beside=self._settings.judges_beside)
-        groups = judged_groups(judged, min_valid=self._settings.min_valid)
-        filters = self._filters[generated.request.env]
+        request = generated.request
+        min_valid = min(self._settings.min_valid, request.num_completions)
+        groups = judged_groups(judged, min_valid=min_valid)
+        filters = self._filters(request.env)
         if filters.names or generated.continues:
             groups = [
                 dataclasses.replace(

@@ -97,7 +97,7 @@ class SamplingEnvironment:
             observation, infos = self.env.reset(options=options)
         device = observation[columns.PROMPT_IDS].device
         groups = torch.tensor(request.positions).repeat_interleave(n)
-        row_ids = groups * n + torch.arange(n).repeat(request.num_prompts)
+        row_ids = groups * (request.stride or n) + torch.arange(n).repeat(request.num_prompts)
         return {
             **observation,
             columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],

@@ -111,7 +111,8 @@ class StreamRules:
 class ServingSettings:
     """Settings common to all samplers of a stream.
 
-    num_completions: of each prompt.
+    num_completions: of each prompt; env_completions: of each environment's, where there are
+        several, at most as many.
     groups_per_lease: that it asks for at once.
     min_valid: completions with a score that a group needs.
     filters: see `Filters`. env_filters: those of each environment, where there are several.
@@ -131,12 +132,21 @@ class ServingSettings:
     min_valid: int = 1
     filters: tuple[str | Mapping[str, Any], ...] = ()
     env_filters: tuple[tuple[str | Mapping[str, Any], ...], ...] = ()
+    env_completions: tuple[int, ...] = ()
     by_row: bool = False
     max_groups: int = 1
     in_flight: InFlight = "finish"
     masks_stale_prefix: bool = False
     judges_beside: bool = False
     explore: bool = True
+
+    def completions_of(self, env: int) -> int:
+        """Completions of each prompt of an environment."""
+        return self.env_completions[env] if self.env_completions else self.num_completions
+
+    def filters_of(self, env: int) -> tuple[str | Mapping[str, Any], ...]:
+        """The filters of an environment's groups."""
+        return self.env_filters[env] if self.env_filters else self.filters
 
 
 def texts_are_due(version: int, every: int) -> bool:

@@ -229,11 +229,10 @@ class _Trial:
                 "Train with --checkpoint-at-end or --checkpoint-freq")  # fmt: skip
         newest = self.checkpoints[max(self.checkpoints)]
         self.config = saved_config(local_copy(newest))
-        require(not getattr(self.config, "envs", None), "envs", ..., "be left out", "only runs "
-                "with one environment are sampled again", "Look at `rllib rollouts`")  # fmt: skip
-        made = creator(self.config.env)
-        kind = made.args[0] if isinstance(made, functools.partial) else made
-        is_agents = isinstance(kind, type) and issubclass(kind, AgentEnv)
+        self.held_out = self.config.get_evaluation_config_object() or self.config
+        # Those of each environment, by its name.
+        self._trained, self._evaluated = self.config.env_configs(), self.held_out.env_configs()
+        is_agents = any(map(_is_agents, self._trained.values()))
         for name, holds, rule in (
             ("engine", self.config.engine == "torch", "be 'torch'"),
             ("generate_function", self.config.generate_function is None, "be None"),
@@ -242,7 +241,6 @@ class _Trial:
             require(holds, name, getattr(self.config, name), rule, "only completions that the "
                     "policy samples with this package's noise can be sampled again",
                     "Look at `rllib rollouts`")  # fmt: skip
-        self.held_out = self.config.get_evaluation_config_object() or self.config
         spaces: Any = (Discrete(2), Discrete(2))  # nothing here depends on them
         spec = self.config.get_multi_rl_module_spec(
             spaces={DEFAULT_MODULE_ID: spaces}, inference_only=True
@@ -323,11 +321,12 @@ class _Trial:
 
     def _asked(self, piece: _Piece) -> tuple[Noise, SamplingParams]:
         row = piece.row
-        config, explores, of_prompt, more = self.config, True, self.config.num_completions, 0
+        configs, explores, of_prompt, more = self._trained, True, self.config.num_completions, 0
         if row["status"] == "evaluated":
-            config, explores, more = self.held_out, bool(self.held_out.explore), EVALUATION_SEED
-            of_prompt = config.num_completions if explores else 1
+            configs, explores, more = self._evaluated, self.held_out.explore, EVALUATION_SEED
+            of_prompt = self.held_out.num_completions if explores else 1
         ids = self._policy.pad_token_id, self._policy.stop_token_ids
+        config = configs[row["env"] if self.config.envs else ""]
         params = SamplingParams.of(config, *ids, greedy=not explores)
         if not params.min_new_tokens:  # as long as what is stored, whatever ended it
             params = dataclasses.replace(params, stop_token_ids=())
@@ -388,6 +387,13 @@ class _Trial:
 
     def _text(self, token: int) -> str:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
+
+
+def _is_agents(config: Any) -> bool:
+    """Whether agents hold the conversations of an environment."""
+    made = creator(config.env)
+    kind = made.args[0] if isinstance(made, functools.partial) else made
+    return isinstance(kind, type) and issubclass(kind, AgentEnv)
 
 
 def _named(versions: Collection[int]) -> str:

@@ -44,6 +44,7 @@ FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, n
 REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
 ENVIRONMENT = "environment"  # [B] int32, of several: the number of the row's in `envs`
 ROW_WEIGHT = "row_weight"  # [B] float32, share of its rollout: rows alike in ROW_ID sum to 1
+TEMPERATURE = "temperature"  # [B] float32, of the row's environment, where those differ
 WEIGHTS_VERSION = "weights_version"  # [B, T] int32, of the weights that sampled it; -1: none did
 # Of a mixture of experts with routing_replay: the experts that the sampler chose, k of each layer.
 PROMPT_EXPERTS = "prompt_experts"  # [B, P, layers * k] int16, left-padded; -1: unknown

@@ -3,22 +3,32 @@ runs, and what is said of each."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from rllib_llm.algorithms.env_weights import Difficulty
 from rllib_llm.algorithms.grpo import GRPOConfig
+from rllib_llm.data.rollouts import open_rollouts
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
 from rllib_llm.rollouts.mixture import Mixture
 from rllib_llm.rollouts.schedule import ServingSettings
+from rllib_llm.runs.verify import verify
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import errors_of
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 
 DIGITS = f"{tiny.HERE}.num_digits"
+ROOT = Path(__file__).parents[2]
 CHATTY = "tests.conversations.family_models"
 
 
@@ -35,10 +45,34 @@ def letters(**entry):
 def mixed(num_samplers=0, rows=18, **settings):
     """Sums and letters, two to one."""
     config = GRPOConfig().language_model(model=tiny.MODEL).env_runners(num_env_runners=num_samplers)
-    config.environments(sums=sums(weight=2), letters=letters(max_new_tokens=3))
+    own = letters(max_new_tokens=3, temperature=0.5, num_completions=2)
+    config.environments(sums=sums(weight=2), letters=own)
     config.sampling(max_new_tokens=5, log_samples_every=0, num_completions=3)
     config.training(train_batch_size_per_learner=rows, minibatch_size=6, lr=1e-3)
     return config.update_from_dict(settings)
+
+
+@pytest.mark.slow  # a training
+def test_stored_rollouts_are_sampled_again(tmp_path):
+    """Each by the settings of its environment, those of evaluations too."""
+    config = mixed().evaluation(evaluation_interval=1, evaluation_duration=6)
+    for name in ("sums", "letters"):
+        config.envs[name]["prompts"] |= {"eval_data": tiny.EVAL_PROMPTS}
+    with tiny.built(config) as algorithm:
+        result = algorithm.train()
+        held_out = result["eval"]
+        # The learner's log-probs are of each row's temperature, as the sampler's.
+        assert result["sampler"]["logprob_gap"] < 1e-5
+        algorithm.save_to_path(f"{algorithm.logdir}/checkpoint_000000")
+        algorithm.train()
+        algorithm.recorder.state()  # all that was recorded is written
+        shutil.copytree(algorithm.logdir, tmp_path / "trial")
+    assert {"sums/scores", "letters/scores"} <= held_out.keys()
+    (found,) = verify(tmp_path / "trial", num_samples=1000)
+    assert len(found.completions) >= 2 * 16 and found.agrees
+    assert all(each.has_same_tokens for each in found.completions)
+    rows = open_rollouts([tmp_path / "trial" / "rollouts"]).to_table().to_pylist()
+    assert {(row["env"], row["temperature"]) for row in rows} == {("sums", 1.0), ("letters", 0.5)}
 
 
 def chatty(num_samplers=0):
@@ -71,10 +105,10 @@ def test_a_batch_has_the_shares_of_the_weights(whole):
     for result in whole[0]:
         of = result["env"]
         assert (of["sums/share_of_batch"], of["letters/share_of_batch"]) == (2 / 3, 1 / 3)
-        assert (of["sums/episodes"], of["letters/episodes"]) == (12.0, 6.0)
+        assert (of["sums/episodes"], of["letters/episodes"]) == (12.0, 4.0)
         assert of["letters/output_length"] <= 3 < of["sums/output_length"] <= 5
         assert of["sums/reward"] == pytest.approx(of["sums/num_digits_rewards"])
-        both = (12 * of["sums/reward"] + 6 * of["letters/reward"]) / 18
+        both = (12 * of["sums/reward"] + 4 * of["letters/reward"]) / 16
         assert result["objective"]["scores"] == pytest.approx(both)
 
 
@@ -92,6 +126,7 @@ def ahead(num_samplers=0, **settings):
     return config.environments(**settings)
 
 
+KILLED_AT = "RLLIB_LLM_TEST_KILLED_AT"  # environment variable: the update after which it dies
 WEIGHED = {"env_weights": f"{__name__}.Alternating", "mix_by": "tokens"}
 
 
@@ -103,6 +138,8 @@ class Alternating:
 
     def __call__(self, metrics):
         self.num_asked += 1
+        if self.num_asked == int(os.environ.get(KILLED_AT, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"letters": 1 + self.num_asked % 2 + abs(metrics["sums"]["reward"])}
 
     def get_state(self):
@@ -134,6 +171,36 @@ def test_a_resumed_run_is_the_uninterrupted_one(config, tmp_path, whole, whole_a
         algorithm.restore_from_path(tmp_path / "checkpoint")
         after = tiny.train(algorithm, num - 2)
         same((before + after, tiny.weights(algorithm)), uninterrupted)
+
+
+SAVES_AND_DIES = """
+import sys
+from tests.algorithms.test_environments import WEIGHED, ahead, tiny
+from tests.conftest import start_ray
+
+start_ray()
+with tiny.built(ahead(**WEIGHED)) as algorithm:
+    while True:
+        algorithm.train()
+        algorithm.save_to_path(sys.argv[1] + "/" + str(algorithm.iteration))
+"""
+
+
+@pytest.mark.slow  # a process of its own, with its own Ray
+def test_a_run_after_kill_9_is_the_uninterrupted_one(tmp_path, whole_ahead):
+    """Killed with all its Ray in the third iteration: learners have new weights, which nobody was
+    given, and groups are on their way."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, KILLED_AT: "3", "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-c", SAVES_AND_DIES, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600)
+    assert done.returncode == -signal.SIGKILL
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "2"]
+    with tiny.built(ahead(**WEIGHED)) as algorithm:
+        algorithm.restore_from_path(tmp_path / "2")
+        same((tiny.train(algorithm, 3), tiny.weights(algorithm)),
+             (whole_ahead[0][2:], whole_ahead[1]))  # fmt: skip
 
 
 def test_weights_follow_from_results(whole_ahead):
@@ -184,7 +251,8 @@ def test_rows_of_all_environments_share_an_engine():
     mixture = Mixture((2.0, 1.0))
     places = tuple(mixture.place(position) for position in range(4, 10))
     lease = Lease(1, 4, 6, publication(), places=places)
-    rows = SingleRows(sampler, ServingSettings(3, in_flight="keep", max_groups=6))
+    settings = ServingSettings(3, in_flight="keep", max_groups=6, env_completions=(3, 2))
+    rows = SingleRows(sampler, settings)
     rows.load(publication(), 0)
     rows.add(lease)
     found = {}
@@ -193,7 +261,7 @@ def test_rows_of_all_environments_share_an_engine():
             batch = sampler.judge(generated, beside=True)
             found[int(batch.columns[columns.GROUP][0])] = batch.columns
     expected = {}
-    for request in requests_of(lease, 3):
+    for request in requests_of(lease, settings):
         batch = judged(sampler, request, publication())
         for group in judged_groups(batch):
             expected[group.position] = opened(group.payload).columns
@@ -202,7 +270,7 @@ def test_rows_of_all_environments_share_an_engine():
     for position, place in zip(lease.positions, places, strict=True):
         for name in names:
             assert torch.equal(found[position][name], expected[position][name]), name
-        assert found[position][columns.ENVIRONMENT].tolist() == [place.env] * 3
+        assert found[position][columns.ENVIRONMENT].tolist() == [place.env] * (3 - place.env)
         longest = 3 if place.env else 5
         assert found[position][columns.COMPLETION_IDS].shape[1] <= longest
 
@@ -210,7 +278,9 @@ def test_rows_of_all_environments_share_an_engine():
 @pytest.mark.parametrize(
     ("entry", "name"),
     [
-        ({"weight": -1}, "envs.sums.weight"), ({"temperature": 0.5}, "envs.sums.temperature"),
+        ({"weight": -1}, "envs.sums.weight"), ({"seed": 5}, "envs.sums.seed"),
+        ({"num_completions": 4}, "envs.sums.num_completions"),
+        ({"num_completions": 1}, "envs.sums.num_completions"),
         ({"max_new_tokens": 9}, "envs.sums.max_new_tokens"), ({"promts": {}}, "envs.sums.promts"),
         ({"prompts": {"dta": 1}}, "envs.sums.prompts.dta"),
         ({"env": "no/Env-v9"}, "envs.sums.env"),

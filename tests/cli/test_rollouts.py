@@ -49,6 +49,16 @@ def test_turns_of_a_conversation_have_lines_of_their_own(tmp_path):
     assert "\nprompt: [user] 6 * 7?\ncompletion: [assistant] 42\n[user] Sure?\n" in result.output
 
 
+def test_several_environments_are_named(tmp_path):
+    store = RolloutStore(tmp_path / "rollouts")
+    for number, env in enumerate(("math", "chat")):
+        put(store, 1, *(row | {"env": env} for row in group(number, [0.0, number + 1.0])))
+    store.stop()
+    text = rollouts(tmp_path, "--sort", "score", "--show", "1")
+    assert "math: 2 completions, 6 tokens, mean score 0.5" in text
+    assert "iteration 1 · prompt 1, completion 1 · chat · trained · score 2" in text
+
+
 def test_a_condition_chooses(run):
     text = rollouts(run, "--where", "status = 'rejected' AND sample = 0")
     assert "prompt 2, completion 0 · rejected (spread)" in text and "prompt 1," not in text

@@ -85,6 +85,28 @@ def test_temperature_divides_the_logits():
         assert_as_near(logprobs, plain, exact)
 
 
+@pytest.mark.parametrize("logits_chunk_tokens", [None, 4])
+def test_rows_may_have_their_own_temperatures(logits_chunk_tokens):
+    """And the gradients of the model's own logits, each row divided by its own."""
+    model, rows, temperature = tiny_model(), batch(), torch.tensor([0.5, 1.0, 2.0])
+
+    def results(model, logprobs, entropy):
+        model.zero_grad(set_to_none=True)
+        (logprobs.sum() + 0.3 * entropy.square().sum()).backward()
+        return [logprobs, entropy, *(parameter.grad for parameter in model.parameters())]
+
+    plain, exact = (
+        results(one, *own_stats(one, rows, temperature.view(3, 1, 1)))
+        for one in (model, exactly(model))
+    )
+    outputs = score_completions(
+        model, **rows, temperature=temperature, entropy=True,
+        logits_chunk_tokens=logits_chunk_tokens,
+    )  # fmt: skip
+    found = results(model, outputs.logprobs, outputs.entropy)
+    assert_as_near(found, plain, exact)
+
+
 def test_padding_changes_nothing():
     model, rows = tiny_model("mistral (sliding window)"), batch()
     expected = score_completions(model, **rows, entropy=True, hidden=True)

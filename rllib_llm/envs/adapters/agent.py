@@ -106,7 +106,7 @@ def open_for(
 
 def run_agents(
     env: AgentEnv, rows: Sequence[PromptRow], *, positions: Sequence[int], num_completions: int,
-    server: Any, sampling: Mapping[str, Any], max_new_tokens: int,
+    server: Any, sampling: Mapping[str, Any], max_new_tokens: int, stride: int = 0,
 ) -> list[Rollout]:  # fmt: skip
     """Episodes of the agent about all tasks, `num_completions` of each, in the order of the tasks.
     The server is closed in the end; the fields `sampling` hold whatever the agent asks for.
@@ -114,7 +114,7 @@ def run_agents(
     Raises:
         EngineFailed: the engine ended under them.
     """
-    attempts = new_attempts(env, rows, positions, num_completions)
+    attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def play(attempt: Rollout) -> None:
         settings = dict(env.settings["template_settings"] or {})
