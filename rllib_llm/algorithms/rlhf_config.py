@@ -209,6 +209,7 @@ class RLHFConfig(LanguageModelConfig):
             schedule=self.schedule if self.streams else "lockstep",
             window=max(self.window, any_begun) if self.streams else 1,
             num_extra=num_extra,
+            publish_every=self.weights_publish_every,
             on_stale=self.on_stale,
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),

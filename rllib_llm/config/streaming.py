@@ -223,7 +223,8 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
     if config.on_stale != "train" and is_lockstep:
         yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
                     "another, so none gets too old", "Set schedule='free'")  # fmt: skip
-    is_ahead = config.max_staleness or config.oversample > 1
+    is_ahead = (config.max_staleness or config.oversample > 1
+                or config.weights_publish_every > 1)  # fmt: skip
     if is_ahead and config.weights_transport != "store":
         yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",
                     "older weights have to stay where they are")  # fmt: skip
@@ -245,7 +246,8 @@ def off_policy_rules(config: Any) -> Iterator[Problem]:
                     "what lies between them is kept", "Leave one out")  # fmt: skip
     groups, capacity = config.replay_groups, config.replay_capacity
     older = {"max_staleness": config.max_staleness > 0, "oversample": config.oversample > 1,
-             "replay_groups": groups > 0}  # fmt: skip
+             "replay_groups": groups > 0,
+             "weights_publish_every": config.weights_publish_every > 1}  # fmt: skip
     for name in (name for name, is_older in older.items() if is_older and not config.off_policy):
         yield wrong(config, "off_policy", f"set with {name}={getattr(config, name)!r}",
                     "tokens of older weights bias the plain loss, and training may collapse",

@@ -44,6 +44,7 @@ class StreamRules:
         time; "free": the newest.
     window: groups, among which the next may be taken; 1 is strict order.
     num_extra: groups beyond (S+1)·P that are on their way at once.
+    publish_every: updates from one publication of weights to the next.
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
     num_parts: batches that the groups admitted together are cut into, instead; they are dealt to
@@ -65,6 +66,7 @@ class StreamRules:
     schedule: ScheduleName = "lockstep"
     window: int = 1
     num_extra: int = 0
+    publish_every: int = 1
     on_stale: OnStale = "train"
     groups_per_lease: int = 1
     num_parts: int | None = None
@@ -95,16 +97,18 @@ class StreamRules:
     @property
     def order(self) -> tuple[str | int, ...]:
         """The settings on which a table depends: a table filled under others is converted."""
-        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra)
+        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra,
+                self.publish_every)  # fmt: skip
 
     @property
     def largest_age(self) -> int:
         """Updates, what no group that is learnt from exceeds.
 
         A group waits for at most `capacity - 1` groups admitted before it and for `window - 1`
-        that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
+        that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled; and its weights are
+        published for up to `publish_every - 1` updates before it is admitted.
         """
-        return (self.capacity + self.window - 2) // self.num_groups
+        return (self.capacity + self.window - 2) // self.num_groups + self.publish_every - 1
 
 
 @dataclass(frozen=True)
@@ -155,24 +159,29 @@ class Schedule:
         self._batches: dict[int, list[int]] = {}  # positions, by number
         self.first = 0  # number of the first batch that was not learnt from
         self.step = 0  # updates done
+        self.newest = 0  # version that is published
         self._num_extra_taken = 0  # groups handed out for the update beside one batch
 
     def begin(self, first: int, step: int) -> None:
         """Decides all that is in the table, and fills it. `first`: see `first`; after `step`
         updates."""
-        self.first, self.step = first, step
+        self.first, self.step, self.newest = first, step, step
         self._batches, self._num_extra_taken = {}, 0
         self.decide([entry.position for entry in self._table])
         self.admit_all()
 
+    def publish(self, version: int) -> None:
+        """Groups that these updates sample have these weights."""
+        self.newest = version
+
     def version(self, entry: Entry) -> int | None:
         """The version that samples a group; None if there is none yet."""
-        return self.step
+        return self.newest
 
     @property
     def oldest_version(self) -> int:
         """None that samples a group is older."""
-        return self.step
+        return self.newest
 
     def admit_all(self) -> None:
         """Admits as many groups as there is room for."""
@@ -196,12 +205,12 @@ class Schedule:
         """Whether `choose` gives a batch."""
         return self.first + nth in self._batches
 
-    def learn(self, num_batches: int, step: int) -> list[Entry]:
+    def learn(self, num_batches: int, step: int, version: int) -> list[Entry]:
         """The groups of the first batches, which are batches no more: they were learnt from, and
-        there are new weights."""
+        what is admitted now is sampled with weights of this version."""
         done = range(self.first, self.first + num_batches)
         entries = [self._table[p] for number in done for p in self._batches.pop(number)]
-        self.first, self.step = self.first + num_batches, step
+        self.first, self.step, self.newest = self.first + num_batches, step, version
         self._num_extra_taken = 0
         return entries
 
@@ -250,6 +259,10 @@ class Lockstep(Schedule):
         self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
         self._pull_forward()
 
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        self._reached[-1] = self._reached[-1][0], version
+
     def version(self, entry: Entry) -> int | None:
         assert entry.turn is not None, "it was admitted in lockstep"
         for turn, version in self._reached:
@@ -259,14 +272,14 @@ class Lockstep(Schedule):
 
     @property
     def oldest_version(self) -> int:
-        return self._reached[0][1] if self._reached else self.step
+        return self._reached[0][1] if self._reached else self.newest
 
     def want(self, nth: int) -> None:
         super().want(nth)
         self._reach(self.first + nth)
 
-    def learn(self, num_batches: int, step: int) -> list[Entry]:
-        entries = super().learn(num_batches, step)
+    def learn(self, num_batches: int, step: int, version: int) -> list[Entry]:
+        entries = super().learn(num_batches, step, version)
         self._reach(self.first)
         oldest = min((e.turn for e in self._table if e.turn is not None), default=self.first)
         self._reached = [each for each in self._reached if each[0] >= min(oldest, self.first)]
@@ -275,7 +288,7 @@ class Lockstep(Schedule):
     def _reach(self, turn: int) -> None:
         """Groups of this turn are sampled with the weights that there are now."""
         if turn > self._reached[-1][0]:
-            self._reached.append((turn, self.step))
+            self._reached.append((turn, self.newest))
 
     def admit_all(self) -> None:
         num_open = len(self._table) - sum(map(len, self._batches.values()))
@@ -348,7 +361,7 @@ class Free(Schedule):
         num_open = self._rules.capacity + self._num_extra_taken
         if len(self._table) > num_open and entry not in itertools.islice(self._table, num_open):
             return None
-        return self.step
+        return self.newest
 
     def decide(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -389,9 +402,10 @@ class Free(Schedule):
         return entry is not None and entry.state not in ("ready", "taken")
 
     def _drop_stale(self) -> None:
+        oldest = self.step - self._rules.max_staleness - self._rules.publish_every + 1
         for entry in [self._table[position] for position in sorted(self._ready)]:
             assert entry.group is not None, "it is judged"
-            if 0 <= entry.group.oldest_version < self.step - self._rules.max_staleness:
+            if 0 <= entry.group.oldest_version < oldest:
                 self._ready.discard(entry.position)
                 self._num_within -= self._is_within(entry.position)
                 self._outcomes.reject(entry, "stale")

@@ -110,5 +110,6 @@ class Run:
         self.batches.append(([group.position for group in answer.groups], versions))
         self.trained.update(self.batches[-1][0])
         self.version += 1
-        self.made.publish(PublishedWeights(self.version))
+        published = self.version - self.version % self.made.rules.publish_every
+        self.made.publish(PublishedWeights(published), step=self.version)
         return True

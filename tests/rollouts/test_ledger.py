@@ -30,6 +30,33 @@ def test_in_lockstep_a_group_is_sampled_with_the_weights_of_its_place(staleness)
             assert versions == [max(0, step - staleness)] * 4
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_are_published_every_third_update(staleness):
+    """What ⌊t/3⌋·3 published samples the groups of turn t = max(0, step - S); a restored run, whose
+    learner has weights 5, goes on with weights 3."""
+    rules = {"max_staleness": staleness, "publish_every": 3}
+    wanted = [(list(range(4 * step, 4 * step + 4)), [max(0, step - staleness) // 3 * 3] * 4)
+              for step in range(10)]  # fmt: skip
+    for seed in SEEDS:
+        before = Run(ledger(**rules), seed).until(5)
+        going_on = Run(ledger(**rules), seed + 1)
+        going_on.made.set_state(before.made.state())
+        going_on.version = 5
+        going_on.made.publish(PublishedWeights(3), step=5)
+        going_on.made.offer(PublishedWeights(0))  # the driver waited for what these have to sample
+        batches = before.batches + going_on.until(5).batches
+        assert batches == wanted
+        assert going_on.largest_age <= going_on.made.rules.largest_age == staleness + 2
+
+
+def test_a_free_run_drops_nothing_that_the_newest_weights_have_sampled():
+    for seed in SEEDS:
+        made = ledger(schedule="free", max_staleness=1, publish_every=4, on_stale="drop")
+        run = Run(made, seed).until(12)
+        assert run.largest_age <= made.rules.largest_age == 4
+        assert not made.account.rejected
+
+
 def test_with_filters_time_still_decides_nothing():
     """Which groups are refused decides alone; here two of five, and all of batch 1's first."""
     batches, sampled_with = [], []
