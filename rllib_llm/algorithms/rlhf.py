@@ -221,8 +221,8 @@ class RLHF(LanguageModelAlgorithm):
     def publish_next(
         self, env_weights: tuple[float, ...] | None = None, every: int = 1
     ) -> None:  # fmt: skip
-        """Publishes the weights under the next version, if that is an `every`-th one; `env_weights`:
-        of the environments, for the groups that are sampled from now on."""
+        """Publishes the weights under the next version, if that is an `every`-th one.
+        `env_weights`: of the environments, for the groups that are sampled from now on."""
         self.weights_version += 1
         if self.weights_version % every == 0:
             self._publish(env_weights)

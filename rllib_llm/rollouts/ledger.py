@@ -185,7 +185,9 @@ class Ledger:
             groups,
             closed=closed,
             num_closed=num_closed,
-            num_judged=sum(e.group is not None for e in islice(self.table, self.rules.num_groups)),
+            num_judged=sum(
+                e.group is not None for e in islice(self.table, self.rules.num_compared)
+            ),
             failures=tuple(failures),
             expired=tuple(self.leases.take_expired()),
             missing=tuple(self._missing()),
@@ -418,6 +420,7 @@ class Ledger:
             "closed_in_row": self._outcomes.in_row,
             "closed": self._outcomes.unseen(0),
             "first_batch": self._schedule.first,
+            "batches": self._schedule.batches(),
             "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
             "rules": self.rules.order,
             "judged_with": self.rules.judged_with,
@@ -445,7 +448,7 @@ class Ledger:
                 if entry.group is not None:
                     self.account.reject("begun_anew", entry.num_tokens, num_groups=0)
                     entry.group = None
-        first = state.get("first_batch", self.step)
+        first, batches = state.get("first_batch", self.step), state.get("batches", [])
         next_position = state["next"]
         is_begun = any(entry.group or entry.partial for entry in entries)
         if not is_begun and entries and next_position - entries[0].position == len(entries):
@@ -454,6 +457,7 @@ class Ledger:
         else:
             if is_other := lacks or state.get("rules") != self.rules.order:
                 self._schedule.fit(entries, first)
+                batches = []
             if is_other or len(entries) > self.rules.capacity:
                 self._begin_old_anew(entries)
         if len(state.get("mixture", {}).get("weights", ())) == len(self.rules.env_weights):
@@ -463,7 +467,7 @@ class Ledger:
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)
-        self._schedule.begin(first, self.step)
+        self._schedule.begin(first, self.step, batches)
         # What is decided again was counted before.
         self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
 
@@ -472,7 +476,7 @@ class Ledger:
         rules admitted them, or an update was to learn from several batches."""
         rules = self.rules
         for i, entry in enumerate(entries):
-            latest = self.step + (i + rules.window - 1) // rules.num_groups
+            latest = self.step + (i + rules.window - 1) // rules.num_compared
             largest = rules.largest_age + entry.num_updates_extra
             if 0 <= entry.oldest_version < latest - largest:
                 self.account.reject("stale", entry.num_tokens, num_groups=0)

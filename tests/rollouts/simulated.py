@@ -32,7 +32,8 @@ def judged(
     position, version, *, num_tokens=None, reason="", num_lost=0, continues=False
 ) -> JudgedGroup:
     tokens = 10 + position % 7 if num_tokens is None else num_tokens
-    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues)
+    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues,
+                       merit=position * 7 % 5)  # fmt: skip
 
 
 def partial(*lengths) -> tuple[PartialCompletion, ...]:

@@ -49,6 +49,35 @@ def test_weights_are_published_every_third_update(staleness):
         assert going_on.largest_age <= going_on.made.rules.largest_age == staleness + 2
 
 
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_of_six_groups_the_best_four_are_learnt_from(schedule, staleness):
+    """Merits 0 2 4 1 3 | 0 2 4 ...; of equal ones the first. Resumed with a batch full."""
+    rules = {"schedule": schedule, "max_staleness": staleness, "num_extra": 2,
+             "oversample_keep": "best_spread", "window": 1 if schedule == "lockstep" else 6}
+    sixes = [range(6 * step, 6 * step + 6) for step in range(6)]
+    wanted = [sorted(sorted(six, key=lambda p: (-(p * 7 % 5), p))[:4]) for six in sixes]
+    for seed in SEEDS:
+        before = Run(ledger(**rules), seed).until(3)
+        before.learn = 0
+        while staleness and before.made.take(3).groups is None:
+            before._turn()  # handed out, and not learnt from yet
+        going_on = Run(ledger(**rules), seed + 1, num_samplers=1 + seed % 3)
+        going_on.made.set_state(before.made.state())
+        going_on.version = 3
+        going_on.made.publish(PublishedWeights(3))
+        for version in range(3):
+            going_on.made.offer(PublishedWeights(version))
+        batches = before.batches[:3] + going_on.until(3).batches
+        if schedule == "lockstep":
+            assert batches == [
+                (wanted[step], [max(0, step - staleness)] * 4) for step in range(6)
+            ]  # fmt: skip
+        assert going_on.largest_age <= going_on.made.rules.largest_age
+        account = going_on.made.account
+        assert account.rejected_groups["not_best"] >= 12 and not set(account.rejected) - {"not_best"}
+
+
 def test_a_free_run_drops_nothing_that_the_newest_weights_have_sampled():
     for seed in SEEDS:
         made = ledger(schedule="free", max_staleness=1, publish_every=4, on_stale="drop")
