@@ -421,7 +421,8 @@ class Free(Schedule):
         return super().choose(nth)
 
     def _can_fill(self) -> bool:
-        """Whether as many groups are ready, none further than the window after the first that is not."""
+        """Whether enough groups are ready, none further than the window after the first that is
+        not."""
         while self._first_open < self._table.next and not self._is_open(self._first_open):
             self._first_open += 1
             self._num_within += self._first_open + self._rules.window - 1 in self._ready
