@@ -85,7 +85,7 @@ class Streaming(Settings):
         "first", "the groups that are trained of those started",
         note='"best_spread": all are waited for, and those with the largest standard deviation of '
         'scores are trained; "best_score": those with the largest mean. The others are counted as '
-        "rejected (`rollouts/rejected/not_best`). Either is a bias: hard or easy prompts are trained less "
+        "rejected (`rollouts/rejected/not_best`). Either is a bias: some prompts are trained less "
         "often than they occur, and a metric of trained groups is not one of all.",
         acts=(OVERSAMPLES,), also="rollout_sampling_mode n_best keep_best",
     )  # fmt: skip
