@@ -45,6 +45,8 @@ NUMBERS = (0, 1, 2, 3, 5, 0.01, 0.1, 0.5, 1.5)
 NEED: dict[str, dict[str, Any]] = {
     "max_staleness": {"off_policy": "decoupled"},
     "oversample": {"off_policy": "decoupled"},
+    "oversample_keep": {"oversample": 1.5},
+    "weights_publish_every": {"off_policy": "decoupled"},
     "replay_groups": {"off_policy": "decoupled"},
     "rejection": {"off_policy": "decoupled", "rejection_upper": 0.5},
     "lr_schedule": {"lr_num_updates": 6},

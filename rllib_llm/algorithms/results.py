@@ -98,16 +98,16 @@ def parts_by_environment(batch: JudgedBatch) -> Iterator[tuple[int, JudgedBatch]
 
 
 def weights_metrics(
-    published: PublishedWeights, publisher: Mapping[str, float], sampled: JudgedBatch
+    published: PublishedWeights, publisher: Mapping[str, float], sampled: JudgedBatch, version: int
 ) -> dict[str, Any]:
-    """Metrics of the last published weights, and the staleness of the oldest row."""
+    """Metrics of the last published weights, and the staleness of the oldest row when weights of
+    this version learnt from it."""
     found = {
         "version": published.version, "publish_seconds": published.publish_seconds,
         **publisher, **sampled.weights_metrics(),
     }  # fmt: skip
-    sampled_with = published.version - 1  # the last ones are for the next iteration
     if "oldest_version" in found:
-        found["versions_behind"] = sampled_with - found["oldest_version"]
+        found["versions_behind"] = version - found["oldest_version"]
     return found
 
 

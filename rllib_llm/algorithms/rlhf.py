@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
     from rllib_llm.algorithms.env_weights import EnvWeights
     from rllib_llm.rollouts.source import RolloutSource
+    from rllib_llm.weights.flat_buffer import FlatBuffer
 
 SECONDS_FOR_METRICS = 1.0  # that samplers have to give what callbacks have logged
 PIPELINE_STATE = "rllib_llm"  # the algorithm's own share of its state
@@ -98,6 +99,7 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
+        self._restored: tuple[int, FlatBuffer] | tuple[()] = ()  # weights to be published next
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
@@ -139,7 +141,8 @@ class RLHF(LanguageModelAlgorithm):
         for runner in (self.env_runner, self.eval_env_runner, *local):
             if runner is not None:
                 runner.sampler.phase = self.phase
-                if self.learner_group.is_local:
+                keeps_own = runner is self.env_runner and self.config.weights_publish_every > 1
+                if self.learner_group.is_local and not keeps_own:
                     module = local_learner(self.learner_group).module[DEFAULT_MODULE_ID]
                     runner.share_module(module.unwrapped())
         self.recorder = RolloutRecorder()  # records nothing
@@ -167,9 +170,11 @@ class RLHF(LanguageModelAlgorithm):
             )
         return WeightsPublisher(
             self.learner_group, checksum=config.weights_checksum, background=background, push=push,
-            shared_module=self.learner_group.is_local and config.num_env_runners == 0,
-            transport=config.weights_transport, push_every=config.weights_push_every,
-            needs_epoch=asks_a_server(config),
+            shared_module=self.learner_group.is_local
+            and config.num_env_runners == 0
+            and config.weights_publish_every == 1,
+            transport=config.weights_transport, needs_epoch=asks_a_server(config),
+            keeps=config.weights_publish_every > 1,
         )  # fmt: skip
 
     def make_rollouts(self) -> RolloutSource:
@@ -211,13 +216,18 @@ class RLHF(LanguageModelAlgorithm):
         if self.env_weights is not None:
             env_weights = self.env_weights.after(self.of_envs)
         with self.phase(PUBLISHING):
-            self.publish_next(env_weights)
+            self.publish_next(env_weights, self.config.weights_publish_every)
 
-    def publish_next(self, env_weights: tuple[float, ...] | None = None) -> None:
-        """Publishes the weights under the next version; `env_weights`: of the environments, for the
-        groups that these weights sample."""
+    def publish_next(
+        self, env_weights: tuple[float, ...] | None = None, every: int = 1
+    ) -> None:  # fmt: skip
+        """Publishes the weights under the next version, if that is an `every`-th one.
+        `env_weights`: of the environments, for the groups that are sampled from now on."""
         self.weights_version += 1
-        self._publish(env_weights)
+        if self.weights_version % every == 0:
+            self._publish(env_weights)
+        else:
+            self.rollouts.publish(self.weights.published, env_weights, self.weights_version)
 
     def add_gradients(self, sampled: JudgedBatch) -> None:
         """Adds the gradients of a batch on all learners; it is kept as one that was learnt from."""
@@ -284,14 +294,16 @@ class RLHF(LanguageModelAlgorithm):
 
     def _publish(self, env_weights: tuple[float, ...] | None = None) -> None:
         # The same version may mean other weights after a restore: every sampler loads them.
-        self.rollouts.publish(self.weights.publish(self.weights_version), env_weights)
+        older, self._restored = self._restored, ()
+        published = self.weights.publish(*(older or (self.weights_version,)))
+        self.rollouts.publish(published, env_weights, self.weights_version)
 
     def sample_held_out(
         self, group: EnvRunnerGroup, num_prompts: int, settings: ServingSettings,
         env_weights: tuple[float, ...] = (1.0,),
     ) -> JudgedBatch:  # fmt: skip
         """Completions of the first prompts by a group of samplers, as `settings` say, made with the
-        weights as they are published; `env_weights`: of their environments.
+        newest weights; `env_weights`: of their environments.
 
         Raises:
             BrokenSamplerError: none of them could be judged.
@@ -308,7 +320,8 @@ class RLHF(LanguageModelAlgorithm):
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
                 recorder=RolloutRecorder(), publish_again=self._publish_again,
             )  # fmt: skip
-        published = self.weights.in_store() if pool.num_samplers else self.weights.published
+        shared_module = self.learner_group.is_local and not pool.num_samplers
+        published = self.weights.newest(self.weights_version, shared_module=shared_module)
         batch = self._held_out[group].next_from(0, published)
         self.tell(batch.messages)
         if batch.cause and not bool(batch.columns[columns.VALID].any()):
@@ -317,7 +330,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def _publish_again(self, error: str) -> PublishedWeights:
         published = self.weights.publish_again(error)
-        self.rollouts.publish(published)
+        self.rollouts.publish(published, step=self.weights_version)
         return published
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
@@ -381,7 +394,9 @@ class RLHF(LanguageModelAlgorithm):
         groups = with_sampling(self.learner_metrics(), sampled, self.weights_version - 1, ages)
         groups |= self.rollouts.metrics()
         groups["rollout_store"] = self.recorder.metrics()
-        groups["weights"] = weights_metrics(self.weights.published, self.weights.metrics(), sampled)
+        groups["weights"] = weights_metrics(
+            self.weights.published, self.weights.metrics(), sampled, self.weights_version - 1
+        )  # fmt: skip
         groups["throughput"] = throughput(sampled, seconds)
         groups["env"] |= self.of_envs
         for name in self.config.env_names:
@@ -451,6 +466,9 @@ class RLHF(LanguageModelAlgorithm):
             **self.rollouts.state(), "recorded": self.recorder.state(),
             "env_weights": self.env_weights and self.env_weights.get_state(),
         }  # fmt: skip
+        published = self.weights.published.version
+        if published != self.weights_version:  # samplers go on with what the learners have no more
+            state[PIPELINE_STATE]["published"] = published, self.weights.kept
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -459,6 +477,8 @@ class RLHF(LanguageModelAlgorithm):
             if (own := state.get(PIPELINE_STATE)) is not None:
                 self.weights_version = own["weights_version"]
                 self.eval_metrics = own["eval_metrics"]
+                if self.config.weights_publish_every > 1:
+                    self._restored = own.get("published", ())
                 self.rollouts.set_state(own)
                 self.recorder.set_state(own.get("recorded", {}))
                 if self.env_weights is not None and own.get("env_weights"):

@@ -209,6 +209,8 @@ class RLHFConfig(LanguageModelConfig):
             schedule=self.schedule if self.streams else "lockstep",
             window=max(self.window, any_begun) if self.streams else 1,
             num_extra=num_extra,
+            oversample_keep=self.oversample_keep,
+            publish_every=self.weights_publish_every,
             on_stale=self.on_stale,
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),
@@ -231,6 +233,7 @@ class RLHFConfig(LanguageModelConfig):
             num_completions=self.num_completions,
             groups_per_lease=rules.groups_per_lease if self.streams else 1,
             min_valid=2,
+            oversample_keep=self.oversample_keep,
             env_filters=tuple(tuple(each.filters or ()) for each in envs),
             env_completions=tuple(each.num_completions for each in envs),
             by_row=self.streams

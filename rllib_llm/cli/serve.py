@@ -33,6 +33,7 @@ def serve(
     host: Annotated[str | None, Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, Option(help="Port to listen on.")] = None,
     name: Annotated[str | None, Option(help="The model's name in answers.")] = None,
+    engine: Annotated[str | None, Option(help="torch or vllm.")] = None,
     weights_name: Annotated[str | None, Option(
         help="Follow the weights that a run publishes by this name.")] = None,
     ray_address: Annotated[str | None, Option(
@@ -54,6 +55,7 @@ def serve(
 
         given: dict[str, Any] = {
             "model": model, "host": host, "port": port, "name": name, "weights_name": weights_name,
+            "engine": engine,
         }  # fmt: skip
         given = {name: value for name, value in given.items() if value is not None}
         settings = read_settings({**_named(set_ or ()), **given}, config)

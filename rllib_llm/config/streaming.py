@@ -22,6 +22,7 @@ FREE = when(
     "schedule", "is 'free'", lambda s: s == "free", "Set schedule='free'",
     ", where time decides nothing",
 )  # fmt: skip
+OVERSAMPLES = when("oversample", "is above 1", lambda ratio: ratio > 1, "Set oversample=1.25")
 BY_ROW = Condition(
     "the engine takes rows (no server does) and num_env_runners is 1 or more",
     lambda c: takes_rows(c) and bool(c.num_env_runners),
@@ -79,6 +80,14 @@ class Streaming(Settings):
         "finish are trained and the rest carried over to the next iteration, so that nothing is "
         "lost. `window` is then at least the number started for one iteration.", least=1,
         also="over_sampling_batch_size oversample_ratio",
+    )  # fmt: skip
+    oversample_keep: Literal["first", "best_spread", "best_score"] = setting(
+        "first", "the groups that are trained of those started",
+        note='"best_spread": all are waited for, and those with the largest standard deviation of '
+        'scores are trained; "best_score": those with the largest mean. The others are counted as '
+        "rejected (`rollouts/rejected/not_best`). Either is a bias: some prompts are trained less "
+        "often than they occur, and a metric of trained groups is not one of all.",
+        acts=(OVERSAMPLES,), also="rollout_sampling_mode n_best keep_best",
     )  # fmt: skip
     filters: list[Any] | None = setting(
         None, "the filters of groups to train on", note="Names, such as `reward_spread`, "
@@ -223,7 +232,8 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
     if config.on_stale != "train" and is_lockstep:
         yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
                     "another, so none gets too old", "Set schedule='free'")  # fmt: skip
-    is_ahead = config.max_staleness or config.oversample > 1
+    is_ahead = (config.max_staleness or config.oversample > 1
+                or config.weights_publish_every > 1)  # fmt: skip
     if is_ahead and config.weights_transport != "store":
         yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",
                     "older weights have to stay where they are")  # fmt: skip
@@ -244,8 +254,10 @@ def off_policy_rules(config: Any) -> Iterator[Problem]:
         yield wrong(config, "rejection_lower", f"below rejection_upper={upper!r}",
                     "what lies between them is kept", "Leave one out")  # fmt: skip
     groups, capacity = config.replay_groups, config.replay_capacity
-    older = {"max_staleness": config.max_staleness > 0, "oversample": config.oversample > 1,
-             "replay_groups": groups > 0}  # fmt: skip
+    carries = config.oversample > 1 and config.oversample_keep == "first"
+    older = {"max_staleness": config.max_staleness > 0, "oversample": carries,
+             "replay_groups": groups > 0,
+             "weights_publish_every": config.weights_publish_every > 1}  # fmt: skip
     for name in (name for name, is_older in older.items() if is_older and not config.off_policy):
         yield wrong(config, "off_policy", f"set with {name}={getattr(config, name)!r}",
                     "tokens of older weights bias the plain loss, and training may collapse",

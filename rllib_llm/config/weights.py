@@ -17,6 +17,14 @@ PUSHES = when("weights_push", "is set", bool, "Set weights_push")
 class Weights(Settings):
     """How new weights leave the learner."""
 
+    weights_publish_every: int = setting(
+        1, "how often new weights are published: to samplers, followers and servers alike",
+        note="Above 1, completions are older than the policy by up to so many updates less one, "
+        "for which `off_policy` corrects; a sampler in the learner's process has a copy of its "
+        "own; evaluation has the newest weights.", unit="updates", least=1,
+        short="publish_every", also="weights_push_every sync_every weight_sync_interval "
+        "trigger_parameter_sync_step",
+    )  # fmt: skip
     weights_transport: str = setting(
         "store", "the transport of weights to the samplers",
         note='"store": through Ray\'s object store, works everywhere; "cuda_ipc": shared on the '
@@ -46,10 +54,6 @@ class Weights(Settings):
         "follow a run", note="Each is {server: vllm | sglang | rllib_llm, base_url: ...}, with "
         "further settings of its class in `weights/push.py` and of the client (timeout_s, "
         "api_key_env).", short="push", remedy="Write [{server: vllm, base_url: http://host:8000}]",
-    )  # fmt: skip
-    weights_push_every: int = setting(
-        1, "how often weights are pushed", unit="updates", least=1, acts=(PUSHES,),
-        short="push_every",
     )  # fmt: skip
     weights_push_folder: str | None = setting(
         None, "the folder through which weights are pushed, mounted under the same path on the "

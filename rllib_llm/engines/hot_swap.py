@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -43,11 +44,12 @@ class HotSwapEngine(Engine):
     """Two engines as one. `load` is between two steps; `HotSwapLoader`'s does not stop the rows.
 
     Args:
+        newest: a `TorchEngine`, or another engine with its `num_sampling`, `holds` and `score`.
         older: a second engine of the same model, at first without rows. With it rows in flight
             finish on their weights while new ones begin on newer ones.
     """
 
-    def __init__(self, newest: TorchEngine, older: TorchEngine | None = None) -> None:
+    def __init__(self, newest: Any, older: TorchEngine | None = None) -> None:
         engines = [newest] if older is None else [newest, older]
         self._engines = engines
         self._takes_older = False  # whether the older engine has weights, and takes rows

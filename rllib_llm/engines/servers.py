@@ -68,10 +68,6 @@ class ServerEngine(Engine):
                           "weights_push", "the server has to have the weights that are learnt",
                           "Set weights_name, and serve with the same one, and leave follows_run "
                           "out", name)  # fmt: skip
-        if config.weights_push_every != 1:
-            yield Problem("weights_push_every", f"be 1 with engine={name!r}", "what samples has to "
-                          "have the newest weights", "Leave it out", config.weights_push_every
-                          )  # fmt: skip
         yield from super().rules(config)
 
     @classmethod

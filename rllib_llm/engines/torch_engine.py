@@ -37,13 +37,12 @@ from rllib_llm.shared.errors import Problems, require
 TRUNK = "model."
 
 
-def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copies weights, named as in the policy's state, into the model's parameters.
+def named_as(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights, named as in the policy's state or the model's, by the names of the model's.
 
     Raises:
-        ValueError: names that the model does not have, or of which it misses some, or other shapes;
-            nothing is copied then. Tied parameters may come under one name; towers of a
-            multimodal model need not come.
+        ValueError: names that the model does not have, or of which it misses some, or other shapes.
+            Tied parameters may come under one name; towers of a multimodal model need not come.
     """
     own = model.state_dict()
     named = {}
@@ -61,7 +60,14 @@ def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         if tensor.shape != (needed := own[name].shape):
             given = tuple(tensor.shape)
             raise Problems(f"weights[{name!r}].shape", f"be {tuple(needed)}", value=given)
-    for name, tensor in named.items():
+    return named
+
+
+def copy_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copies weights into the model's parameters; those of another model, see `named_as`, are a
+    ValueError before any is copied."""
+    own = model.state_dict()
+    for name, tensor in named_as(model, weights).items():
         own[name].copy_(tensor)
 
 

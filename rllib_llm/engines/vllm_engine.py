@@ -38,6 +38,7 @@ from rllib_llm.modules.lora import DEFAULTS, is_adapter_folder, write_adapters
 from rllib_llm.modules.model_source import DOTTED, call_dotted, source_kind, text_config
 from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.pretrained import merge_folder, quiet_transformers
+from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.shared.errors import Problem, Problems, report, require
 
 # Read by vLLM when it is imported: one process, so that weights are handed over by reference, with
@@ -81,7 +82,8 @@ class VLLMEngine(Engine):
     Args:
         model: folder, hub id or dotted path of the policy. Its weights come by `load`.
         dtype: torch dtype name of weights and activations.
-        temperature: the one that all rows will have.
+        temperature: the one that all rows will have; None: any, and log-probs are of the
+            distribution after truncation, too.
         lora: the run's settings of adapters, which are then all that `load` is given; the frozen
             trunk is read from `model`.
         settings: any arguments of `vllm.LLM`, such as gpu_memory_utilization, max_model_len,
@@ -96,7 +98,7 @@ class VLLMEngine(Engine):
     version: int | None = None
 
     def __init__(
-        self, model: str, *, dtype: str = "float32", temperature: float = 1.0,
+        self, model: str, *, dtype: str = "float32", temperature: float | None = 1.0,
         lora: dict[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         for name, value in _ENVIRONMENT.items():
@@ -184,6 +186,20 @@ class VLLMEngine(Engine):
     @property
     def num_running(self) -> int:
         return len(self._rows) + len(self._ended)
+
+    @property
+    def num_sampling(self) -> int:
+        """Rows that vLLM has, which may wait there."""
+        return len(self._requests)
+
+    def holds(self, row_id: Hashable) -> bool:
+        """Whether it has a row, or what became of it."""
+        return row_id in self._rows or any(each.id == row_id for each in self._ended)
+
+    def score(self, token_ids: Sequence[int], top: int) -> TextScores:
+        """Refuses to score a text."""
+        raise Problems("log-probs of prompts", "be left out with engine='vllm'", "",
+                       "Use engine='torch'")  # fmt: skip
 
     def add(self, rows: Sequence[Row]) -> None:
         check_rows(rows, [*self._rows, *(each.id for each in self._ended)], self.version)
@@ -352,22 +368,24 @@ def _lora_rules(config: Any) -> Iterator[Problem]:
                       )  # fmt: skip
 
 
-def check_row(row: Row, temperature: float) -> None:
+def check_row(row: Row, temperature: float | None) -> None:
     """Raises ValueError where a vLLM that was started for a temperature cannot sample the row, or
-    give the log-probs that `SamplingParams` documents: of the distribution before truncation."""
+    give the log-probs that `SamplingParams` documents: of the distribution before truncation. With
+    any temperature (None) it gives others."""
     params, off = row.params, "be off with engine='vllm'"
     wrong: list[Problem] = []
     if row.guide is not None or params.top_logprobs:
         wrong.append(Problem("guide and top_logprobs", off, "", "Use engine='torch'"))
-    if not params.greedy and params.temperature != temperature:
+    if not params.greedy and temperature not in (None, params.temperature):
         rule = f"be {temperature!r}, with which vLLM was started"
         wrong.append(Problem("temperature", rule, value=params.temperature))
     if params.adjustments and temperature == 1:
         reason = "at temperature 1 its log-probs are of logits without penalties and bias"
         wrong.append(Problem(", ".join(params.adjustments), off, reason, "Use engine='torch'"))
     names = ("top_k", "top_p", "min_new_tokens", "min_p")
-    given = {name: getattr(params, name) for name in names}
-    report([*wrong, *truncated(temperature, **given)])
+    if temperature is not None:
+        wrong += truncated(temperature, **{name: getattr(params, name) for name in names})
+    report(wrong)
 
 
 def truncated(temperature: float, **given: Any) -> Iterator[Problem]:

@@ -250,8 +250,8 @@ class LanguageModelLearner(SharedPasses):
         """Adds the gradient of a batch's loss, the whole batch as one mini-batch, to what
         `optimizer_step` takes next; results as those of `update`.
 
-        `version`: of the weights as they were published last. Ages of tokens count from it: steps
-        that were not published, and batches that failed, make nothing older.
+        `version`: of the policy, updates done. Ages of tokens count from it: steps that make no
+        version, and batches that failed, make nothing older.
         """
         with self._listening():
             self._weights_seq_no = version + 1

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from rllib_llm.rollouts.judged_batch import JudgedBatch
+from rllib_llm.rollouts.schedule import Keep
 from rllib_llm.shared import columns
 from rllib_llm.shared.dotted import import_dotted, looks_dotted
 from rllib_llm.shared.errors import did_you_mean, require
@@ -133,6 +134,15 @@ class Filters:
             if not keep:
                 return str(reason) or name.rpartition(".")[2]
         return ""
+
+
+def merit(batch: JudgedBatch, keep: Keep) -> float:
+    """The number by which groups are chosen: the standard deviation, or the mean, of the scores of
+    one, all rows of `batch`; 0 where the first are kept, or none is scored."""
+    if keep == "first" or not bool(batch.columns[columns.VALID].any()):
+        return 0.0
+    scores = rollout_group(batch).scores
+    return float(scores.std(correction=0) if keep == "best_spread" else scores.mean())
 
 
 def _open(setting: str | Mapping[str, Any]) -> tuple[str, Filter]:

@@ -49,6 +49,7 @@ class JudgedGroup:
     reason: why it is not to be learnt from, "" where it is; `UNJUDGED` where no row has a score.
     cause: what was raised where nothing could be judged.
     continues: whether it continues the partial output that it was leased with.
+    merit: the largest are kept where more groups are begun than learnt from.
     """
 
     position: int
@@ -59,6 +60,7 @@ class JudgedGroup:
     reason: str = ""
     continues: bool = False
     cause: str = ""
+    merit: float = 0.0
 
 
 @dataclass(frozen=True)

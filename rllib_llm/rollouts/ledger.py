@@ -112,31 +112,36 @@ class Ledger:
         self._schedule.begin(step, step)
 
     def publish(
-        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None
-    ) -> None:
+        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
         """Publishes the newest weights' version; confirms that earlier batches were trained.
 
         Args:
             env_weights: of the environments, for the groups that these weights sample.
+            step: updates done, where the weights are older ones.
         """
+        step = weights.version if step is None else step
         self.offer(weights)
         if not len(self.table) and not self.table.next and not self.step:
-            self.begin(0, weights.version)
-        if weights.version != self.step:
-            self._learn(weights.version)
+            self.begin(0, step)
+        if step != self.step:
+            self._learn(step, weights.version)
+        else:
+            self._schedule.publish(weights.version)
         if env_weights is not None:
             self.mixture.learn(News(self._schedule.first, weights=env_weights))
         self.mixture.forget(self.table.position)
-        needed = min([self.step, *self._old_versions()])
+        needed = min([self._schedule.newest, *self._old_versions()])
         self._weights = {v: w for v, w in self._weights.items() if v >= needed}
         self._orders = {v: order for v, order in self._orders.items() if v in self._weights}
         self._schedule.admit_all()
 
-    def _learn(self, step: int) -> None:
+    def _learn(self, step: int, version: int) -> None:
         """Marks handed-out groups as trained."""
         num_extra = step - self.step - min(1, self._num_handed_out)
         tokens: dict[int, int] = {}
-        for entry in self._schedule.learn(self._num_handed_out, step):
+        for entry in self._schedule.learn(self._num_handed_out, step, version):
             self._outcomes.train(entry)
             tokens[entry.position] = entry.num_tokens
         settled = self.table.position - 1
@@ -180,7 +185,9 @@ class Ledger:
             groups,
             closed=closed,
             num_closed=num_closed,
-            num_judged=sum(e.group is not None for e in islice(self.table, self.rules.num_groups)),
+            num_judged=sum(
+                e.group is not None for e in islice(self.table, self.rules.num_compared)
+            ),
             failures=tuple(failures),
             expired=tuple(self.leases.take_expired()),
             missing=tuple(self._missing()),
@@ -217,19 +224,21 @@ class Ledger:
         which each update announces."""
         if self._has_all_weights:
             return []
-        wanted = {self.step, *self._old_versions()}
+        newest = self._schedule.newest
+        wanted = {newest, *self._old_versions()}
         if all(entry.group is not None for entry in self.table):
             wanted = set()
         missing = sorted(wanted - self._weights.keys())
-        self._has_all_weights = not missing and self.step in self._weights
+        self._has_all_weights = not missing and newest in self._weights
         return missing
 
     def _old_versions(self) -> list[int]:
         """The versions before the newest that still have groups to sample."""
-        if self._schedule.oldest_version >= self.step:
+        newest = self._schedule.newest
+        if self._schedule.oldest_version >= newest:
             return []
         versions = [self._schedule.version(e) for e in self.table if e.group is None]
-        return [version for version in versions if version is not None and version < self.step]
+        return [version for version in versions if version is not None and version < newest]
 
     # --- samplers ------------------------------------------------------------------------------
 
@@ -267,7 +276,7 @@ class Ledger:
         return Lease(
             self.leases.give(sampler, entries, self._clock()), entries[0].position, len(entries),
             self._weights[version],
-            return_texts=texts_are_due(version, self.rules.texts_every),
+            return_texts=texts_are_due(self.step, self.rules.texts_every),
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
             places=tuple(self.mixture.place(e.position, e.turn) for e in entries),
@@ -279,7 +288,8 @@ class Ledger:
         """Puts off the deadlines of leases that a sampler makes progress on; those of them that
         hold, the newest weights, and the order of their publication."""
         held = self.leases.renew(sampler, set(holding), self._clock())
-        return held, self._weights.get(self.step), self._orders.get(self.step, 0)
+        newest = self._schedule.newest
+        return held, self._weights.get(newest), self._orders.get(newest, 0)
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
@@ -410,6 +420,7 @@ class Ledger:
             "closed_in_row": self._outcomes.in_row,
             "closed": self._outcomes.unseen(0),
             "first_batch": self._schedule.first,
+            "batches": self._schedule.batches(),
             "num_updates_extra": {e.position: e.num_updates_extra for e in self.table},
             "rules": self.rules.order,
             "judged_with": self.rules.judged_with,
@@ -437,7 +448,7 @@ class Ledger:
                 if entry.group is not None:
                     self.account.reject("begun_anew", entry.num_tokens, num_groups=0)
                     entry.group = None
-        first = state.get("first_batch", self.step)
+        first, batches = state.get("first_batch", self.step), state.get("batches", [])
         next_position = state["next"]
         is_begun = any(entry.group or entry.partial for entry in entries)
         if not is_begun and entries and next_position - entries[0].position == len(entries):
@@ -446,6 +457,7 @@ class Ledger:
         else:
             if is_other := lacks or state.get("rules") != self.rules.order:
                 self._schedule.fit(entries, first)
+                batches = []
             if is_other or len(entries) > self.rules.capacity:
                 self._begin_old_anew(entries)
         if len(state.get("mixture", {}).get("weights", ())) == len(self.rules.env_weights):
@@ -455,7 +467,7 @@ class Ledger:
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)
-        self._schedule.begin(first, self.step)
+        self._schedule.begin(first, self.step, batches)
         # What is decided again was counted before.
         self._outcomes.begin(self.account, in_row, self._outcomes.unseen(0)[0])
 
@@ -464,7 +476,7 @@ class Ledger:
         rules admitted them, or an update was to learn from several batches."""
         rules = self.rules
         for i, entry in enumerate(entries):
-            latest = self.step + (i + rules.window - 1) // rules.num_groups
+            latest = self.step + (i + rules.window - 1) // rules.num_compared
             largest = rules.largest_age + entry.num_updates_extra
             if 0 <= entry.oldest_version < latest - largest:
                 self.account.reject("stale", entry.num_tokens, num_groups=0)

@@ -23,7 +23,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.filters import Filters
+from rllib_llm.rollouts.filters import Filters, merit
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.in_flight import open_in_flight
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, pack
@@ -209,14 +209,15 @@ class SampleLoop:
         request = generated.request
         min_valid = min(self._settings.min_valid, request.num_completions)
         groups = judged_groups(judged, min_valid=min_valid)
-        filters = self._filters(request.env)
-        if filters.names or generated.continues:
+        filters, keep = self._filters(request.env), self._settings.oversample_keep
+        if filters.names or generated.continues or keep != "first":
+            rows = (opened(group.payload).to("cpu") for group in groups)
             groups = [
                 dataclasses.replace(
-                    group, continues=generated.continues,
-                    reason=group.reason or filters.reason(opened(group.payload).to("cpu")),
+                    group, continues=generated.continues, merit=merit(batch, keep),
+                    reason=group.reason or filters.reason(batch),
                 )
-                for group in groups
+                for group, batch in zip(groups, rows, strict=True)
             ]  # fmt: skip
         return self._ledger.packed(groups)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a ledger starts without torch
 
 ScheduleName = Literal["lockstep", "free"]
 OnStale = Literal["train", "drop"]
+Keep = Literal["first", "best_spread", "best_score"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class StreamRules:
     schedule: "lockstep": the weights that sample a group follow from outcomes alone, never from
         time; "free": the newest.
     window: groups, among which the next may be taken; 1 is strict order.
-    num_extra: groups beyond (S+1)·P that are on their way at once.
+    num_extra: E, groups beyond (S+1)·P that are on their way at once.
+    oversample_keep: "first": what is over is carried over to the next batch; else each batch is the
+        best P of P+E groups by their merit, and the others are rejected.
+    publish_every: updates from one publication of weights to the next.
     on_stale: whether a group that is older than S after all is learnt from or dropped.
     groups_per_lease: consecutive groups that are sampled as one batch.
     num_parts: batches that the groups admitted together are cut into, instead; they are dealt to
@@ -65,6 +69,8 @@ class StreamRules:
     schedule: ScheduleName = "lockstep"
     window: int = 1
     num_extra: int = 0
+    oversample_keep: Keep = "first"
+    publish_every: int = 1
     on_stale: OnStale = "train"
     groups_per_lease: int = 1
     num_parts: int | None = None
@@ -80,7 +86,12 @@ class StreamRules:
     @property
     def capacity(self) -> int:
         """Groups admitted and not yet learnt from, at most."""
-        return (self.max_staleness + 1) * self.num_groups + self.num_extra
+        return self.max_staleness * self.num_compared + self.num_groups + self.num_extra
+
+    @property
+    def num_compared(self) -> int:
+        """Groups of which a batch is chosen."""
+        return self.num_groups + (self.num_extra if self.oversample_keep != "first" else 0)
 
     def sizes(self, num_groups: int) -> list[int]:
         """Sizes of the batches in which so many groups are sampled and admitted together.
@@ -95,16 +106,18 @@ class StreamRules:
     @property
     def order(self) -> tuple[str | int, ...]:
         """The settings on which a table depends: a table filled under others is converted."""
-        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra)
+        return (self.schedule, self.num_groups, self.max_staleness, self.window, self.num_extra,
+                self.publish_every, self.oversample_keep)  # fmt: skip
 
     @property
     def largest_age(self) -> int:
         """Updates, what no group that is learnt from exceeds.
 
         A group waits for at most `capacity - 1` groups admitted before it and for `window - 1`
-        that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled.
+        that overtake it: S + ⌈(W-1)/P⌉ where nothing is over-sampled; and its weights are
+        published for up to `publish_every - 1` updates before it is admitted.
         """
-        return (self.capacity + self.window - 2) // self.num_groups
+        return (self.capacity + self.window - 2) // self.num_compared + self.publish_every - 1
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,7 @@ class ServingSettings:
         several, at most as many.
     groups_per_lease: that it asks for at once.
     min_valid: completions with a score that a group needs.
+    oversample_keep: see `StreamRules`.
     filters: see `Filters`. env_filters: those of each environment, where there are several.
     by_row: whether groups are sampled row by row, in an engine that new weights reach between two
         steps, where the sampler can.
@@ -130,6 +144,7 @@ class ServingSettings:
     num_completions: int
     groups_per_lease: int = 1
     min_valid: int = 1
+    oversample_keep: Keep = "first"
     filters: tuple[str | Mapping[str, Any], ...] = ()
     env_filters: tuple[tuple[str | Mapping[str, Any], ...], ...] = ()
     env_completions: tuple[int, ...] = ()
@@ -165,24 +180,33 @@ class Schedule:
         self._batches: dict[int, list[int]] = {}  # positions, by number
         self.first = 0  # number of the first batch that was not learnt from
         self.step = 0  # updates done
+        self.newest = 0  # version that is published
         self._num_extra_taken = 0  # groups handed out for the update beside one batch
 
-    def begin(self, first: int, step: int) -> None:
+    def begin(self, first: int, step: int, batches: Sequence[list[int]] = ()) -> None:
         """Decides all that is in the table, and fills it. `first`: see `first`; after `step`
-        updates."""
-        self.first, self.step = first, step
+        updates. `batches`: positions of those that were full, of groups that were compared."""
+        self.first, self.step, self.newest = first, step, step
         self._batches, self._num_extra_taken = {}, 0
+        for number, positions in enumerate(batches, first):
+            for position in positions:
+                self._passes(self._table[position])
+            self._batches[number] = positions
         self.decide([entry.position for entry in self._table])
         self.admit_all()
 
+    def publish(self, version: int) -> None:
+        """Groups that these updates sample have these weights."""
+        self.newest = version
+
     def version(self, entry: Entry) -> int | None:
         """The version that samples a group; None if there is none yet."""
-        return self.step
+        return self.newest
 
     @property
     def oldest_version(self) -> int:
         """None that samples a group is older."""
-        return self.step
+        return self.newest
 
     def admit_all(self) -> None:
         """Admits as many groups as there is room for."""
@@ -206,12 +230,12 @@ class Schedule:
         """Whether `choose` gives a batch."""
         return self.first + nth in self._batches
 
-    def learn(self, num_batches: int, step: int) -> list[Entry]:
+    def learn(self, num_batches: int, step: int, version: int) -> list[Entry]:
         """The groups of the first batches, which are batches no more: they were learnt from, and
-        there are new weights."""
+        what is admitted now is sampled with weights of this version."""
         done = range(self.first, self.first + num_batches)
         entries = [self._table[p] for number in done for p in self._batches.pop(number)]
-        self.first, self.step = self.first + num_batches, step
+        self.first, self.step, self.newest = self.first + num_batches, step, version
         self._num_extra_taken = 0
         return entries
 
@@ -231,8 +255,22 @@ class Schedule:
         entry.state = "ready"
         return True
 
+    def batches(self) -> list[list[int]]:
+        """Positions of the full batches, where they do not follow from the order of groups."""
+        is_compared = self._rules.num_compared > self._rules.num_groups
+        return [self._batches[n] for n in sorted(self._batches)] if is_compared else []
+
     def _fill(self, number: int, positions: list[int]) -> None:
-        self._batches[number] = positions
+        """Makes the best of these groups a batch."""
+        best = positions
+        if self._rules.num_compared > self._rules.num_groups:
+            groups = {position: self._table[position].group for position in positions}
+            merits = {position: group.merit for position, group in groups.items() if group}
+            ordered = sorted(positions, key=lambda position: (-merits[position], position))
+            best = sorted(ordered[: self._rules.num_groups])
+            for position in sorted(ordered[self._rules.num_groups :]):
+                self._outcomes.reject(self._table[position], "not_best")
+        self._batches[number] = best
         self._outcomes.has_full_batch()
 
     def fit(self, entries: Sequence[Entry], first: int) -> None:
@@ -252,13 +290,18 @@ class Lockstep(Schedule):
         self._reached: list[tuple[int, int]] = []  # (turn, version) up to it
         self._is_fitted = False  # groups in the table may have turns to come
 
-    def begin(self, first: int, step: int) -> None:
-        self._full, self._chosen, self._undecided = first, [], self._table.position
+    def begin(self, first: int, step: int, batches: Sequence[list[int]] = ()) -> None:
+        self._full, self._chosen = first + len(batches), []
+        self._undecided = max([self._table.position - 1, *map(max, batches)]) + 1
         self._reached = [(first, step)]
-        super().begin(first, step)
+        super().begin(first, step, batches)
         # Restored once more, too: turns that `fit` gave stand in the table.
         self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
         self._pull_forward()
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        self._reached[-1] = self._reached[-1][0], version
 
     def version(self, entry: Entry) -> int | None:
         assert entry.turn is not None, "it was admitted in lockstep"
@@ -269,14 +312,14 @@ class Lockstep(Schedule):
 
     @property
     def oldest_version(self) -> int:
-        return self._reached[0][1] if self._reached else self.step
+        return self._reached[0][1] if self._reached else self.newest
 
     def want(self, nth: int) -> None:
         super().want(nth)
         self._reach(self.first + nth)
 
-    def learn(self, num_batches: int, step: int) -> list[Entry]:
-        entries = super().learn(num_batches, step)
+    def learn(self, num_batches: int, step: int, version: int) -> list[Entry]:
+        entries = super().learn(num_batches, step, version)
         self._reach(self.first)
         oldest = min((e.turn for e in self._table if e.turn is not None), default=self.first)
         self._reached = [each for each in self._reached if each[0] >= min(oldest, self.first)]
@@ -285,7 +328,7 @@ class Lockstep(Schedule):
     def _reach(self, turn: int) -> None:
         """Groups of this turn are sampled with the weights that there are now."""
         if turn > self._reached[-1][0]:
-            self._reached.append((turn, self.step))
+            self._reached.append((turn, self.newest))
 
     def admit_all(self) -> None:
         num_open = len(self._table) - sum(map(len, self._batches.values()))
@@ -298,7 +341,7 @@ class Lockstep(Schedule):
             return
         full = {p for positions in self._batches.values() for p in positions}
         for i, entry in enumerate(entry for entry in self._table if entry.position not in full):
-            latest = self._full + max(0, i // self._rules.num_groups - self._rules.max_staleness)
+            latest = self._full + max(0, i // self._rules.num_compared - self._rules.max_staleness)
             entry.turn = latest if entry.turn is None else min(entry.turn, latest)
         self._is_fitted = any((entry.turn or 0) > self._full for entry in self._table)
 
@@ -309,7 +352,7 @@ class Lockstep(Schedule):
             self._undecided += 1
             if self._passes(entry):
                 self._chosen.append(entry.position)
-            if len(self._chosen) == self._rules.num_groups:
+            if len(self._chosen) == self._rules.num_compared:
                 self._fill(self._full, self._chosen)
                 self._full, self._chosen = self._full + 1, []
             self._pull_forward()
@@ -329,7 +372,7 @@ class Lockstep(Schedule):
         lag = self._rules.max_staleness
         self._is_fitted = True
         for i, entry in enumerate(entries):
-            entry.turn = first + max(0, i // self._rules.num_groups - lag)
+            entry.turn = first + max(0, i // self._rules.num_compared - lag)
             entry.unit = entry.position
 
 
@@ -343,9 +386,9 @@ class Free(Schedule):
         self._first_open = 0  # position: all before it are ready, in a batch or closed
         self._num_within = 0  # groups that are ready, within the window from there
 
-    def begin(self, first: int, step: int) -> None:
+    def begin(self, first: int, step: int, batches: Sequence[list[int]] = ()) -> None:
         self._ready, self._first_open, self._num_within = set(), self._table.position, 0
-        super().begin(first, step)
+        super().begin(first, step, batches)
 
     def _is_within(self, position: int) -> bool:
         return position < self._first_open + self._rules.window
@@ -358,7 +401,7 @@ class Free(Schedule):
         num_open = self._rules.capacity + self._num_extra_taken
         if len(self._table) > num_open and entry not in itertools.islice(self._table, num_open):
             return None
-        return self.step
+        return self.newest
 
     def decide(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -380,28 +423,30 @@ class Free(Schedule):
             if self._rules.on_stale == "drop":
                 self._drop_stale()
             if self._can_fill():
-                ready = (entry.position for entry in self._table if entry.state == "ready")
-                chosen = list(itertools.islice(ready, self._rules.num_groups))
+                ready = (e.position for e in self._table if e.position in self._ready)
+                chosen = list(itertools.islice(ready, self._rules.num_compared))
                 self._ready.difference_update(chosen)
                 self._num_within -= len(chosen)
                 self._fill(self.first + nth, chosen)
         return super().choose(nth)
 
     def _can_fill(self) -> bool:
-        """Whether P groups are ready, none further than the window after the first that is not."""
+        """Whether enough groups are ready, none further than the window after the first that is
+        not."""
         while self._first_open < self._table.next and not self._is_open(self._first_open):
             self._first_open += 1
             self._num_within += self._first_open + self._rules.window - 1 in self._ready
-        return self._num_within >= self._rules.num_groups
+        return self._num_within >= self._rules.num_compared
 
     def _is_open(self, position: int) -> bool:
         entry = self._table.get(position)
         return entry is not None and entry.state not in ("ready", "taken")
 
     def _drop_stale(self) -> None:
+        oldest = self.step - self._rules.max_staleness - self._rules.publish_every + 1
         for entry in [self._table[position] for position in sorted(self._ready)]:
             assert entry.group is not None, "it is judged"
-            if 0 <= entry.group.oldest_version < self.step - self._rules.max_staleness:
+            if 0 <= entry.group.oldest_version < oldest:
                 self._ready.discard(entry.position)
                 self._num_within -= self._is_within(entry.position)
                 self._outcomes.reject(entry, "stale")

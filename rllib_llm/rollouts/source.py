@@ -67,7 +67,7 @@ class RolloutSource:
         self._kept: dict[int, PublishedWeights] = {}  # by version, those that may be asked for
         # Of them, the first and those after a batch, which groups of a table are sampled with.
         self._turns: deque[int] = deque(maxlen=rules.largest_age + 1)
-        self._step = 0  # updates done
+        self._step = self._newest = 0  # updates done, and version of the newest weights
         self._num_seen = 0  # rejected groups
         self._last_failure = ""  # that may pass
         self._num_failures: Counter[str] = Counter()  # of no group's, by sampler, since a batch
@@ -83,23 +83,25 @@ class RolloutSource:
         return self._position
 
     def publish(
-        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None
-    ) -> None:
+        self, weights: PublishedWeights, env_weights: tuple[float, ...] | None = None,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
         """Sets the weights to sample with, before the first `next`; the batch handed out before was
-        learnt from. `env_weights`: of the environments from now on, where they are others."""
-        if weights.version != self._step:
+        learnt from. `env_weights`: of the environments from now on, where they are others. `step`:
+        updates done, where the weights are older ones."""
+        step = weights.version if step is None else step
+        if step != self._step:
             if self._handed_out:
                 self._turns.append(weights.version)
-            elif self._step not in self._turns:
-                self._kept.pop(self._step, None)  # no group is sampled with them
+            elif self._newest not in self._turns:
+                self._kept.pop(self._newest, None)  # no group is sampled with them
             self._handed_out.clear()
         if not self._turns:
             self._turns.append(weights.version)
-        self._step = weights.version
+        self._step, self._newest = step, weights.version
         self._kept[weights.version] = weights
         self._kept = {v: w for v, w in self._kept.items() if v >= self._turns[0]}
-        given = () if env_weights is None else (env_weights,)
-        self._ledger.call("publish", weights, *given)
+        self._ledger.call("publish", weights, env_weights, step)
 
     def next(self) -> JudgedBatch:
         """The next batch, once it is full. Where a synchronous run gets none, it is as before the
@@ -110,7 +112,7 @@ class RolloutSource:
         """
         is_ahead, before = self._rules.num_parts is None, None
         if not is_ahead and not self._handed_out:
-            before = self._saved() | {"weights_version": self._step}, self._kept[self._step]
+            before = self._saved() | {"weights_version": self._step}, self._kept[self._newest]
         start = said = time.monotonic()
         num_judged = self._num_lost = 0
         self._workers.note_progress()
@@ -132,7 +134,7 @@ class RolloutSource:
         except Exception:
             if before is not None:
                 self.set_state(before[0])
-                self.publish(before[1])
+                self.publish(before[1], step=self._step)
             raise
         self._wait_seconds = time.monotonic() - start
         self._ages = [float(self._step - group.oldest_version) for group in answer.groups]

@@ -9,15 +9,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rllib_llm.engines.engine_loop import EngineLoop, settle
 from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader
 from rllib_llm.engines.protocol import Ended, Row
-from rllib_llm.engines.torch_engine import TorchEngine
-from rllib_llm.modules.model_source import text_config
+from rllib_llm.engines.torch_engine import TRUNK, TorchEngine, named_as
+from rllib_llm.modules.lora import is_adapter_folder
+from rllib_llm.modules.model_source import DOTTED, source_kind, text_config
+from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.text_scores import TextScores
@@ -26,7 +28,10 @@ from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.weights import fingerprint
-from rllib_llm.shared.errors import SettingWarning
+from rllib_llm.shared.errors import Problems, SettingWarning, require
+
+if TYPE_CHECKING:
+    from rllib_llm.engines.vllm_engine import VLLMEngine
 
 _MANY_POSITIONS = 2**20  # of a model that says no number
 # Of several prompts in one step, during which all other requests wait: on a GPU, on a processor.
@@ -53,13 +58,13 @@ class ThreadHost(EngineLoop):
     Args:
         model: causal LM of transformers, which this owns.
         eos_token_ids: all ids that end a completion.
-        engine: of the model, which this owns then; None: one is made.
+        engine: of the model, which this owns then; None: one, or two, are made.
         after_step: see `EngineLoop`.
     """
 
     def __init__(
         self, model: Any, settings: ServeSettings, eos_token_ids: tuple[int, ...],
-        tokenizer: Any, *, engine: TorchEngine | None = None,
+        tokenizer: Any, *, engine: TorchEngine | VLLMEngine | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         most = getattr(text_config(model), "max_position_embeddings", None) or _MANY_POSITIONS
@@ -72,13 +77,15 @@ class ThreadHost(EngineLoop):
         )  # fmt: skip
         self.fingerprint = fingerprint(model.state_dict())
         self._in_flight = settings.in_flight
-        other = copy.deepcopy(model) if self._in_flight == "finish" else None
-        newest = engine or _engine(model, 0, settings)
-        self.engine = HotSwapEngine(newest, other and _engine(other, None, settings))
+        self._by_name = model if settings.engine == "vllm" else None  # of vLLM's weights
+        other = None
+        if self._in_flight == "finish" and engine is None:
+            other = _engine(copy.deepcopy(model), None, settings)
+        self.engine = HotSwapEngine(engine or _engine(model, 0, settings), other)
         self._grammars = Grammars(tokenizer, eos_token_ids[0] if eos_token_ids else None)
         self.compile, self.release = self._grammars.compile, self._grammars.release
         super().__init__(self.engine, after_step)
-        self._loader = HotSwapLoader(self, self.engine)
+        self._loader = other and HotSwapLoader(self, self.engine)
 
     @classmethod
     def open(cls, settings: ServeSettings, source: str, **further: Any) -> Any:
@@ -89,7 +96,18 @@ class ThreadHost(EngineLoop):
             torch.set_num_threads(settings.num_threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         device = device if settings.device == "auto" else settings.device
+        is_vllm = settings.engine == "vllm"
+        device = "cpu" if is_vllm else device  # vLLM has a copy of its own
         model = load_causal_lm(source, dtype=settings.dtype, device=device)
+        if is_vllm:
+            further["engine"] = _vllm_engine(model, settings, source)
+        if (kernel := settings.attn_implementation) != "sdpa":
+            try:
+                model.set_attn_implementation(kernel)
+            except (ImportError, ValueError) as error:
+                raise Problems("attn_implementation", "be one that model and machine have",
+                               str(error), "Write 'sdpa', its default", kernel
+                               ) from error  # fmt: skip
         if faster_library() == "onednn":
             use_onednn(model)
         tokenizer = served_tokenizer(source)
@@ -131,8 +149,12 @@ class ThreadHost(EngineLoop):
     def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """Loads weights for new rows; returns the versions held then, the newest first. May take a
         while. Weights of another model are a ValueError, and change nothing."""
-        if self._in_flight == "finish":
+        if self._loader is not None:
             self._loader.load(dict(weights), serial)
+        elif self._by_name is not None:
+            named = named_as(self._by_name, dict(weights))
+            told = {TRUNK + name: tensor for name, tensor in named.items()}
+            self.load(told, serial, self._in_flight)
         else:
             self.load(dict(weights), serial, self._in_flight)
         return self.do(lambda: self.engine.versions).result()
@@ -148,6 +170,27 @@ def served_tokenizer(source: str, **chats: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SettingWarning)
         return load_tokenizer(source, **chats)
+
+
+def _vllm_engine(model: Any, settings: ServeSettings, source: str) -> VLLMEngine:
+    """A vLLM with the model's weights, which it reads itself from a folder of whole weights: what
+    several processes are handed passes through pickle."""
+    from rllib_llm.engines.vllm_engine import VLLMEngine  # few servers need it
+
+    require(not is_multimodal(model.config), "engine", "vllm", "be 'torch' for a model that sees",
+            "images come as our towers read them")  # fmt: skip
+    kind, folder = source_kind(source)
+    is_whole = kind != DOTTED and not is_adapter_folder(folder)
+    given = {"max_num_seqs": settings.max_rows, **({"load_format": "auto"} if is_whole else {})}
+    if settings.max_model_len is not None:
+        given["max_model_len"] = settings.max_model_len
+    given |= settings.engine_settings
+    engine = VLLMEngine(source, dtype=settings.dtype, temperature=None, **given)
+    if is_whole:
+        engine.version = 0
+    else:
+        engine.load({TRUNK + name: tensor for name, tensor in model.state_dict().items()}, 0)
+    return engine
 
 
 def _engine(model: Any, version: int | None, settings: ServeSettings) -> TorchEngine:

@@ -50,6 +50,17 @@ class ServeSettings(BaseModel):
     )
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto: a GPU where there is one.")
     num_threads: int | None = Field(None, ge=1, description="Of arithmetic on a CPU.")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "sdpa", description="Attention kernel, by its name in transformers, of prompts and of "
+        "models that no step of ours decodes; the step of Llama-like ones is always SDPA.",
+    )  # fmt: skip
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="vllm: no grammars, likeliest tokens, log-probs of prompts or images; "
+        "log-probs are of the distribution after temperature, penalties and truncation.",
+    )  # fmt: skip
+    engine_settings: dict[str, Any] = Field(
+        {}, description="Arguments of vllm.LLM, such as tensor_parallel_size over several GPUs."
+    )
     engine_process: bool = Field(
         True, description="The engine has a process of its own, which HTTP does not hold up."
     )
@@ -148,6 +159,10 @@ class ServeSettings(BaseModel):
     def _keeps_rules(self) -> ServeSettings:
         of_one = ("admin_key", "admin_key_file", *RATES) if self.has_replicas else ()
         for broken, told in (
+            (self.engine_settings and self.engine == "torch",
+             "engine_settings must come with engine=vllm: ours has settings of its own"),
+            (self.attn_implementation != "sdpa" and self.engine == "vllm",
+             "attn_implementation must come with engine=torch: vLLM has kernels of its own"),
             (self.lora is not None and self.weights_name is None,
              "lora must come with weights_name: without it nothing is merged"),
             (self.quantization != "none" and self.lora is None,

@@ -24,7 +24,7 @@ import torch
 
 from rllib_llm.shared.ray_compat import local_learner
 from rllib_llm.weights.coordinator import Announced, CoordinatorClient, PublishedWeights
-from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer
+from rllib_llm.weights.flat_buffer import FlatBuffer, StagingBuffer, join
 from rllib_llm.weights.receiver import PASSING_ERRORS
 from rllib_llm.weights.transport import Ticket
 
@@ -264,8 +264,9 @@ class WeightsPublisher:
         transport: "store": bytes in the object store; "cuda_ipc": they stay on the learner's
             device, for receivers on the same one; "nixl": they go from the learner's memory into
             a receiver's. Through the store from the first time on that one cannot read them.
-        push: gives servers the weights of every `push_every`-th version.
+        push: gives servers the weights, too.
         needs_epoch: a server is asked for these weights, by their epoch, too.
+        keeps: keeps the published bytes, through the store, while the learners' weights are newer.
     """
 
     published: PublishedWeights  # the newest
@@ -273,30 +274,34 @@ class WeightsPublisher:
     def __init__(
         self, learner_group, *, shared_module: bool, checksum: bool = False,
         background: BackgroundPublisher | None = None, transport: str = "store",
-        push: WeightsPush | None = None, push_every: int = 1, needs_epoch: bool = False,
+        push: WeightsPush | None = None, needs_epoch: bool = False, keeps: bool = False,
     ):  # fmt: skip
         self._learner_group = learner_group
         self._shared_module = shared_module
         self._checksum = checksum
         self._background = background
         self._transport = transport
-        self._push, self._push_every = push, push_every
+        self._push = push
         self._needs_epoch = needs_epoch and background is not None
+        self._keeps = keeps
         self._version = 0
         self._num_republished = 0
+        self.kept: FlatBuffer | None = None  # the published bytes
 
-    def publish(self, version: int) -> PublishedWeights:
-        """Gives the learners' weights out under a version.
+    def publish(self, version: int, kept: FlatBuffer | None = None) -> PublishedWeights:
+        """Gives the learners' weights out under a version; or those `kept`, of an earlier one,
+        which servers that are pushed to have had.
 
         Raises:
             TimeoutError: their epoch is needed, and the coordinator is away for long.
             Exception: what ended the background publisher, or a server that does not take them.
         """
-        self._version = version
-        published = self._announced(version)
-        if self._push is not None and version % self._push_every == 0:
+        self._version, self.kept = version, kept
+        self.published = published = self._announced(version)
+        if self._push is not None and kept is None:
             self._push.push(published.epoch, version)
-        self.published = published
+        if self._keeps and kept is None:
+            self.kept = join(ray.get(list(published.ref)))
         return published
 
     def publish_again(self, reason: str) -> PublishedWeights:
@@ -310,16 +315,22 @@ class WeightsPublisher:
         self.published = self._announced(self._version)
         return self.published
 
-    def in_store(self) -> PublishedWeights:
-        """The newest weights in the object store, sent with each request to remote evaluation
-        samplers when training samples with the learner's own module."""
-        return self.published if self.published.ref else self._put(self._version, "store")
+    def newest(self, version: int, *, shared_module: bool) -> PublishedWeights:
+        """The learners' weights, of this version, for evaluation samplers: in the object store,
+        unless they use the learner's module. A server has only what is published."""
+        if self._needs_epoch or (version == self._version and self.published.ref):
+            return self.published
+        return PublishedWeights(version) if shared_module else self._put(version, "store")
 
     def _announced(self, version: int) -> PublishedWeights:
         """Puts the weights where samplers and followers find them."""
         background = self._background
         if not self._shared_module:
-            published = self._put(version, self._transport)
+            if self.kept is None:
+                published = self._put(version, self._transport)
+            else:
+                ref, num_bytes = ray.put(self.kept), self.kept.num_bytes
+                published = PublishedWeights(version, ref=(ref,), num_bytes=num_bytes)
             if background is not None:
                 background.announce(published)
         else:

@@ -61,6 +61,15 @@ def grpo():
     return tiny.grpo(**DECAY).sampling(log_samples_every=1, num_logged_samples=12)
 
 
+def lagging():
+    """Samplers have the weights of every third update: saved after five, those of the third."""
+    return grpo().training(off_policy="decoupled").weights(publish_every=3)
+
+
+def streamed_lagging():
+    return two_samplers(lagging()).streaming(max_staleness=1)
+
+
 def sft():
     """6 of 16 texts an iteration."""
     return tiny.sft(num_epochs=2, minibatch_size=3, eval_data=tiny.TEXTS[:5], **DECAY)
@@ -93,12 +102,15 @@ RUNS: dict[str, tuple[Callable, Callable]] = {
     ),
     "grpo": (grpo, grpo),
     "grpo, then two samplers": (grpo, lambda: two_samplers(grpo())),
+    "lagging": (lagging, lagging),
+    "lagging ahead": (streamed_lagging, streamed_lagging),
     "sft": (sft, sft),
     "adapters": (adapters, adapters),
     "reward model": (reward_model, reward_model),
 }
 UNINTERRUPTED = {
     "ppo": ppo, "exact ppo, two samplers": lambda: two_samplers(exact_ppo()), "grpo": grpo,
+    "lagging": lagging, "lagging ahead": streamed_lagging,
     "sft": sft, "adapters": adapters, "reward model": reward_model,
 }  # fmt: skip
 # More samplers than before cut a batch into more parts: round-off differs, bits need not agree.

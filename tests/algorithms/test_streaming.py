@@ -318,6 +318,10 @@ def test_settings_that_cannot_be():
         tiny.grpo().streaming(max_staleness=1).validate()
     with pytest.raises(ValueError, match="off_policy=None must be set with oversample=1.25"):
         tiny.grpo().streaming(oversample=1.25).validate()
+    with pytest.raises(ValueError, match="off_policy=None must be set with weights_publish_every"):
+        tiny.grpo().weights(publish_every=2).validate()
+    # Nothing is carried over, so all is fresh.
+    assert not tiny.grpo().streaming(oversample=1.25, oversample_keep="best_score").problems()
     with pytest.warns(UserWarning, match="schedule='free' has no effect with max_staleness=0"):
         streaming(max_staleness=0, schedule="free").validate()
     with contextlib.suppress(UserWarning):

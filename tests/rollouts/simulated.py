@@ -32,7 +32,8 @@ def judged(
     position, version, *, num_tokens=None, reason="", num_lost=0, continues=False
 ) -> JudgedGroup:
     tokens = 10 + position % 7 if num_tokens is None else num_tokens
-    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues)
+    return JudgedGroup(position, b"%d" % position, tokens, num_lost, version, reason, continues,
+                       merit=position * 7 % 5)  # fmt: skip
 
 
 def partial(*lengths) -> tuple[PartialCompletion, ...]:
@@ -110,5 +111,6 @@ class Run:
         self.batches.append(([group.position for group in answer.groups], versions))
         self.trained.update(self.batches[-1][0])
         self.version += 1
-        self.made.publish(PublishedWeights(self.version))
+        published = self.version - self.version % self.made.rules.publish_every
+        self.made.publish(PublishedWeights(published), step=self.version)
         return True

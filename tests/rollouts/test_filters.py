@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rllib_llm.rollouts.filters import Filters, rollout_group
+from rllib_llm.rollouts.filters import Filters, merit, rollout_group
 from rllib_llm.rollouts.judged_batch import JudgedBatch, judged_groups
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
@@ -38,6 +38,14 @@ def test_groups_without_spread_have_no_advantage():
     assert reason([{"name": "reward_spread", "least": 0.5}], group([1.0, 0.6])) == "no_spread"
     # A row without a score says nothing.
     assert reason(["reward_spread"], group([1.0, 0.0], valid=[True, False])) == "no_spread"
+
+
+def test_groups_are_chosen_by_the_spread_or_the_mean_of_their_scores():
+    """One right of four: p = 1/4, deviation √(p(1-p)) = √3/4. Rows without a score say nothing."""
+    scored = group([1.0, 0.0, 0.0, 0.0, 9.0], valid=[True] * 4 + [False])
+    assert merit(scored, "best_spread") == pytest.approx(3**0.5 / 4)
+    assert merit(scored, "best_score") == 0.25
+    assert merit(scored, "first") == merit(group([1.0], valid=[False]), "best_score") == 0.0
 
 
 def test_the_first_filter_that_refuses_says_why():

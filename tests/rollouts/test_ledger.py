@@ -30,6 +30,62 @@ def test_in_lockstep_a_group_is_sampled_with_the_weights_of_its_place(staleness)
             assert versions == [max(0, step - staleness)] * 4
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_are_published_every_third_update(staleness):
+    """What ⌊t/3⌋·3 published samples the groups of turn t = max(0, step - S); a restored run, whose
+    learner has weights 5, goes on with weights 3."""
+    rules = {"max_staleness": staleness, "publish_every": 3}
+    wanted = [(list(range(4 * step, 4 * step + 4)), [max(0, step - staleness) // 3 * 3] * 4)
+              for step in range(10)]  # fmt: skip
+    for seed in SEEDS:
+        before = Run(ledger(**rules), seed).until(5)
+        going_on = Run(ledger(**rules), seed + 1)
+        going_on.made.set_state(before.made.state())
+        going_on.version = 5
+        going_on.made.publish(PublishedWeights(3), step=5)
+        going_on.made.offer(PublishedWeights(0))  # the driver waited for what these have to sample
+        batches = before.batches + going_on.until(5).batches
+        assert batches == wanted
+        assert going_on.largest_age <= going_on.made.rules.largest_age == staleness + 2
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_of_six_groups_the_best_four_are_learnt_from(schedule, staleness):
+    """Merits 0 2 4 1 3 | 0 2 4 ...; of equal ones the first. Resumed with a batch full."""
+    rules = {"schedule": schedule, "max_staleness": staleness, "num_extra": 2,
+             "oversample_keep": "best_spread", "window": 1 if schedule == "lockstep" else 6}
+    sixes = [range(6 * step, 6 * step + 6) for step in range(6)]
+    wanted = [sorted(sorted(six, key=lambda p: (-(p * 7 % 5), p))[:4]) for six in sixes]
+    for seed in SEEDS:
+        before = Run(ledger(**rules), seed).until(3)
+        before.learn = 0
+        while staleness and before.made.take(3).groups is None:
+            before._turn()  # handed out, and not learnt from yet
+        going_on = Run(ledger(**rules), seed + 1, num_samplers=1 + seed % 3)
+        going_on.made.set_state(before.made.state())
+        going_on.version = 3
+        going_on.made.publish(PublishedWeights(3))
+        for version in range(3):
+            going_on.made.offer(PublishedWeights(version))
+        batches = before.batches[:3] + going_on.until(3).batches
+        if schedule == "lockstep":
+            assert batches == [
+                (wanted[step], [max(0, step - staleness)] * 4) for step in range(6)
+            ]  # fmt: skip
+        assert going_on.largest_age <= going_on.made.rules.largest_age
+        account = going_on.made.account
+        assert account.rejected_groups["not_best"] >= 12 and {*account.rejected} == {"not_best"}
+
+
+def test_a_free_run_drops_nothing_that_the_newest_weights_have_sampled():
+    for seed in SEEDS:
+        made = ledger(schedule="free", max_staleness=1, publish_every=4, on_stale="drop")
+        run = Run(made, seed).until(12)
+        assert run.largest_age <= made.rules.largest_age == 4
+        assert not made.account.rejected
+
+
 def test_with_filters_time_still_decides_nothing():
     """Which groups are refused decides alone; here two of five, and all of batch 1's first."""
     batches, sampled_with = [], []

@@ -140,12 +140,12 @@ ONE_TRANSFER = ["/start_weight_update", "/update_weights", "/finish_weight_updat
 def test_a_run_pushes_what_it_learns(ray_session, tmp_path, method, once, first_calls):
     vllm, sglang = FakeVLLM(), FakeSGLang()
     with serving(vllm) as first, serving(sglang) as second:
-        config = tiny.grpo().weights(
+        config = tiny.grpo(off_policy="decoupled").weights(
+            publish_every=2,
             push=[
                 {"server": "vllm", "base_url": first.base_url, "method": method, **QUICK},
                 {"server": "sglang", "base_url": second.base_url, **QUICK},
             ],
-            push_every=2,
             push_folder=str(tmp_path / "pushed"),
         )
         with tiny.built(config) as algorithm:
