@@ -181,7 +181,9 @@ def _vllm_engine(model: Any, settings: ServeSettings, source: str) -> VLLMEngine
             "images come as our towers read them")  # fmt: skip
     kind, folder = source_kind(source)
     is_whole = kind != DOTTED and not is_adapter_folder(folder)
-    given = {"max_num_seqs": settings.max_rows, **({"load_format": "auto"} if is_whole else {})}
+    given: dict[str, Any] = {"max_num_seqs": settings.max_rows}
+    if is_whole:
+        given["load_format"] = "auto"
     if settings.max_model_len is not None:
         given["max_model_len"] = settings.max_model_len
     given |= settings.engine_settings
