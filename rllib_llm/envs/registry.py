@@ -80,7 +80,8 @@ def creator(env: str | Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
         check_name(env)
         env = import_dotted(env, name="env")
     rule = "be an environment's name, dotted path, class or creator function"
-    require(callable(env), "env", env, rule)
+    if isinstance(env, str) or not callable(env):
+        raise Problems("env", rule, value=env)
     if next(iter(inspect.signature(env).parameters), None) in _CONFIG_PARAMETERS:
         return env
     return functools.partial(_make_from_keywords, env)

@@ -151,9 +151,11 @@ def with_includes(
             rule, remedy = f"not lead back to {path.name}", "Take one of the two out"
             raise Problems(f"{source}: include", rule, "it would never end", remedy, name)
         folder = str(path.parent)  # that ${here} means in it
-        included = substitute(
-            read(path), lambda ref, _, at=folder: at if ref == "here" else f"${{{ref}}}", path.name
-        )
+
+        def lookup(ref: str, _: str, folder: str = folder) -> str:
+            return folder if ref == "here" else f"${{{ref}}}"
+
+        included = substitute(read(path), lookup, path.name)
         require(isinstance(included, dict), str(path), ..., "hold experiments",
                 f"{source} includes it")  # fmt: skip
         merged = laid_over(merged, with_includes(included, str(path), path.parent, (*inside, path)))

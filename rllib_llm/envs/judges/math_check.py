@@ -28,7 +28,7 @@ _CLOCK = re.compile(
     re.IGNORECASE,
 )  # dates, times and ratios, which are neither differences nor quotients
 _FORMULA = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z$\n]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
-_SIGNS = {  # of Unicode, as LaTeX or ASCII has them
+_SIGNS: dict[int, int | str] = {  # of Unicode, as LaTeX or ASCII has them
     **{0xFF00 + code - 0x20: code for code in range(0x21, 0x7F)}, 0x2212: "-",
     **{ord(c): rf"\frac{{{n}}}{{{d}}}" for c, n, d in zip("½⅓⅔¼¾", "11213", "23344", strict=True)},
 }  # fmt: skip
