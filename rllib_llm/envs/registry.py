@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 
 from rllib_llm.shared.dotted import import_dotted, looks_dotted, package_of
-from rllib_llm.shared.errors import Problems, nearest, require
+from rllib_llm.shared.errors import Problems, nearest
 from rllib_llm.shared.messages import blamed_on
 from rllib_llm.shared.ray_compat import registered_env
 
