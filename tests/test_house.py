@@ -88,6 +88,7 @@ def calls(tree: ast.Module) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
+@cache
 def figures() -> dict[str, tuple[int, float]]:
     lines: dict[str, int] = defaultdict(int)
     complaints: dict[str, int] = defaultdict(int)

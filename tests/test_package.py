@@ -39,6 +39,7 @@ def test_importing_loads_nothing_heavy_beyond_ray():
     assert not set(HEAVY) & loaded_by(code, "rllib_llm")
 
 
+@pytest.mark.slow
 def test_a_star_import_takes_what_needs_no_extra():
     loaded = loaded_by("from rllib_llm import *; import sys; print(*sys.modules)", "rllib_llm")
     assert "rllib_llm.algorithms.grpo" in loaded and "fastapi" not in loaded

@@ -160,7 +160,9 @@ def test_any_number_of_samplers_learns_the_same(whole_ahead, num_samplers):
     same(learn(ahead(num_samplers, **WEIGHED), 5), whole_ahead)
 
 
-@pytest.mark.parametrize("config", [mixed, lambda: ahead(**WEIGHED)], ids=["mixed", "ahead"])
+@pytest.mark.parametrize("config", [
+    pytest.param(mixed, marks=pytest.mark.slow), lambda: ahead(**WEIGHED)
+], ids=["mixed", "ahead"])  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one(config, tmp_path, whole, whole_ahead):
     uninterrupted = whole if config is mixed else whole_ahead
     num = len(uninterrupted[0])

@@ -31,7 +31,9 @@ def samples(algorithm, split="eval"):
     return [row for row in rows if row["split"] == split]
 
 
-@pytest.mark.parametrize("config", [tiny.ppo, tiny.grpo])
+@pytest.mark.parametrize("config", [
+    pytest.param(tiny.ppo, marks=pytest.mark.slow), tiny.grpo
+])  # fmt: skip
 def test_evaluation_leaves_training_untouched(config):
     with tiny.built(config()) as algorithm:
         metrics, weights = tiny.train(algorithm, 3), tiny.weights(algorithm)

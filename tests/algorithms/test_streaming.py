@@ -236,6 +236,7 @@ def test_filters_are_deterministic_in_lockstep():
     tiny.assert_same_weights(learnt[0][1], learnt[1][1])
 
 
+@pytest.mark.slow
 def test_other_prompts_take_the_place_of_those_that_filters_refuse():
     told = learn(streaming(filters=[f"{__name__}.has_even_best"]), 3)[2][-1]
     assert told["groups_trained"] == 12 and told["rejected/odd"] >= 1

@@ -139,6 +139,7 @@ def test_a_dead_cluster_of_the_environment_is_named_by_its_variable(monkeypatch)
     assert run.exit_code == 2 and "RAY_ADDRESS" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_is_no_ray_is_no_cluster():
     with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and says nothing
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -156,6 +157,7 @@ def test_a_token_that_is_missing_is_told(tmp_path, monkeypatch):
             check_address(address, seconds=120.0)
 
 
+@pytest.mark.slow
 def test_a_running_cluster_answers(ray_session):
     check_address(ray.get_runtime_context().gcs_address, seconds=120.0)
 

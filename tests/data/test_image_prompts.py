@@ -183,6 +183,7 @@ def preferred(shade: int, better: str, worse: str, **changes):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DPOConfig, RewardModelConfig])
 def test_preferences_for_what_is_seen_are_learnt(kind, folder):
     rows = [preferred(0, "a", "b"), preferred(255, "b", "a")]
@@ -194,6 +195,7 @@ def test_preferences_for_what_is_seen_are_learnt(kind, folder):
     assert losses[-1] < 0.1 < 0.5 < losses[0]
 
 
+@pytest.mark.slow
 def test_kto_compares_with_the_prompts_and_images_of_others(folder):
     rows = [preferred(0, "a", "b"), preferred(255, "b", "a")]
     config = DPOConfig().language_model(model=str(folder)).training(

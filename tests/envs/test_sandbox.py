@@ -122,6 +122,7 @@ def test_what_a_call_has_started_ends_with_its_worker(mark):
     assert ends(mark.encode())
 
 
+@pytest.mark.slow
 def test_workers_end_with_whoever_started_them(mark):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, f"{FILE}:misbehave", mark], stdout=subprocess.PIPE

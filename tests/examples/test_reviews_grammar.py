@@ -208,6 +208,7 @@ def test_data_is_a_function_of_its_arguments():
     assert grammar.pretraining_texts(50) == grammar.pretraining_texts(50)
 
 
+@pytest.mark.slow
 def test_data_is_the_same_in_every_process():
     program = (
         "from rllib_llm.examples.reviews_grammar import *; "

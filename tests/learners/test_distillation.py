@@ -105,7 +105,9 @@ def test_a_teacher_in_the_environment_names_its_likeliest_tokens():
     assert found["loss/distill_avg"] == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("make", [grpo, rloo, ppo])
+@pytest.mark.parametrize("make", [
+    grpo, *(pytest.param(make, marks=pytest.mark.slow) for make in (rloo, ppo))
+])  # fmt: skip
 def test_beside_rewards_the_losses_add_up(make):
     settings = {**ONE_STEP, "ref_kl_coeff": 0.0, "grad_clip": None}
     both = tiny.build(make(**settings).distillation(teacher=TEACHER, coeff=0.3))

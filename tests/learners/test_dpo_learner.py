@@ -112,7 +112,9 @@ def test_it_starts_as_its_reference_and_moves_away_from_it(lora):
     assert own == (lora is not None)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", [LOSSES[0], *(
+    pytest.param(name, marks=pytest.mark.slow) for name in LOSSES[1:]
+)])  # fmt: skip
 def test_micro_batches_change_nothing(loss_type):
     states = []
     for cut in ({}, {"micro_batch_size": 2}, {"micro_batch_tokens": 24}):

@@ -170,7 +170,9 @@ def test_the_head_of_a_reward_model_computes_in_float32():
     (tiny_runs.rloo, {"policy_loss": "rloo"}),
     (tiny_runs.ppo, {}),
 ])  # fmt: skip
-@pytest.mark.parametrize("precision", [{"mixed_precision": "bf16"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("precision", [
+    {"mixed_precision": "bf16"}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_the_first_mini_batch_is_exactly_on_policy_whatever_the_sampler_says(
     config, settings, precision
 ):

@@ -139,6 +139,7 @@ def test_a_function_without_parameters_is_called_without_arguments(client, nothi
     assert json.loads(call.function.arguments) == {}
 
 
+@pytest.mark.slow
 def test_parameters_may_refer_to_themselves(client):
     """`#` is the parameters' root, not the call's."""
     schema = {"type": "object", "properties": {"v": {"const": 1}, "next": {"$ref": "#"}},

@@ -64,6 +64,7 @@ def test_a_class_that_became_an_actor_takes_what_it_took():
         del sys.modules["an_actors_module"]
 
 
+@pytest.mark.slow
 def test_another_version_of_ray_is_warned_of_or_refused_at_import():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
