@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -267,8 +266,8 @@ def pairs_from_labels(
         text_column, label_column: columns of the text and of its label, a number (or true, false).
         num_pairs: how many; None: until the texts of the commonest label have all been drawn once.
         seed: of the order, 0 or more.
-        rewrite: function of a text, or its dotted path, applied to every text: e.g.
-            `rllib_llm.data.preferences.as_prose` where reviews are stored as tokens.
+        rewrite: function of a text, or its dotted path, applied to every text: e.g. one that joins
+            the tokens as which some corpora store their texts.
 
     Raises:
         Problems: no such column, a label that is no number, only one label, or `num_pairs` below 1.
@@ -307,28 +306,3 @@ def _draws(texts: list[str], seed: int):
     order = EpochOrder(len(texts), seed)
     for position in itertools.count():
         yield texts[int(order.indices(position, 1)[0])]
-
-
-# Penn Treebank's spelling of brackets and quotation marks, and the spaces around its tokens.
-_REPLACEMENTS = tuple(
-    (re.compile(pattern, re.IGNORECASE), replacement)
-    for pattern, replacement in (
-        (r"-lrb- ?", "("), (r" ?-rrb-", ")"), (r"`` ?", '"'), (r" ?''", '"'),
-        (r"(?<=\w) n't\b", "n't"),
-        (r"(?<=\w) ('(?:s|re|ve|ll|d|m)\b|'(?= |$))", r"\1"),
-        (r" ([,.;:!?%)])", r"\1"),
-        (r"([($#]) ", r"\1"),
-        (r" {2,}", " "),
-    )
-)  # fmt: skip
-_SENTENCE_START = re.compile(r"(^|[.!?]\s+)([a-z])")
-
-
-def as_prose(text: str) -> str:
-    """`text` with the spaces of tokenised corpora (Penn Treebank) removed, sentences capitalised.
-
-    "it 's a joy , and you wo n't regret it ." becomes "It's a joy, and you won't regret it."
-    """
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
-    return _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), text.strip())

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rllib_llm.data.preferences import as_prose, pairs_from_labels
+from rllib_llm.data.preferences import pairs_from_labels
 from rllib_llm.data.sources import load_rows
 from rllib_llm.shared.errors import Problems
 
@@ -86,19 +86,3 @@ def test_labels_that_cannot_be_compared_are_named():
         pairs_from_labels(ROWS, label_column="labels")
     with pytest.raises(ValueError, match="num_pairs=0 must be at least 1"):
         pairs_from_labels(ROWS, num_pairs=0)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "prose"),
-    [
-        ("it 's a joy , and you wo n't regret it .", "It's a joy, and you won't regret it."),
-        ("one long string of cliches .", "One long string of cliches."),
-        ("`` big '' -lrb- and -rrb- bold : yes !", '"big" (and) bold: yes!'),
-        ("the actors ' faces ; they 've lived", "The actors' faces; they've lived"),
-        ("no . no yuks .", "No. No yuks."),
-        ("a rock 'n' roll film", "A rock 'n' roll film"),
-        ("Already prose, isn't it?", "Already prose, isn't it?"),
-    ],
-)
-def test_as_prose(tokens, prose):
-    assert as_prose(tokens) == prose

@@ -17,15 +17,8 @@ import ray
 from ray import tune
 
 from rllib_llm.shared import ray_compat
-from rllib_llm.shared.ray_compat import (
-    PRIVATE_NAMES,
-    SERVE_NAMES,
-    WANDB_NAMES,
-    PrivateName,
-    check_ray,
-    processes_of,
-    room_for_samplers,
-)
+from rllib_llm.shared.ray_compat import check_ray, processes_of, room_for_samplers
+from tests.shared.private_names import PRIVATE_NAMES, SERVE_NAMES, WANDB_NAMES, PrivateName
 
 PACKAGE = Path(ray_compat.__file__).parents[1]
 NAMES = PRIVATE_NAMES + WANDB_NAMES + SERVE_NAMES
@@ -64,17 +57,12 @@ def test_a_class_that_became_an_actor_takes_what_it_took():
         del sys.modules["an_actors_module"]
 
 
-@pytest.mark.slow
-def test_another_version_of_ray_is_warned_of_or_refused_at_import():
+def test_another_version_of_ray_is_warned_of_at_import():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_ray("2.60.3")
     with pytest.warns(UserWarning, match="ray='2.61.0' was not tried .* 2.60 was"):
-        check_ray("2.61.0", PRIVATE_NAMES)
-    gone = [PrivateName("ray", "no_such_name")]
-    with pytest.raises(ImportError, match="ray='2.61.0' must be 2.60, .*: ray has no no_such_name"):
-        check_ray("2.61.0", gone)
-    check_ray("2.60.0", gone)  # not looked up where it was tried
+        check_ray("2.61.0")
     assert ray.__version__.startswith(f"{ray_compat.TRIED}.")
 
 
