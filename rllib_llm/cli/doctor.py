@@ -83,15 +83,15 @@ def _diagnose(
         yield from errors
     root = storage_root(storage_path, experiments)
     machine = Machine.here(root if isinstance(root, Path) else Path.cwd())
-    examination = examine(experiments, machine, folder=root, is_here=ray_address is None)
-    found = [*examination.found, *refusals(check_address, ray_address)]
+    found, sound = examine(experiments, machine, folder=root, is_here=ray_address is None)
+    found += refusals(check_address, ray_address)
     yield from found
     can_run = is_readable and not errors_of(found)
     if can_run and ray_address is not None:
-        yield from fits_cluster(examination.sound, ray_address)
+        yield from fits_cluster(sound, ray_address)
     elif can_run and start_ray:  # which takes seconds
         yield from ray_rules()
-    for stage in [one.stage for one in examination.sound if one.stage] if deep else ():
+    for stage in [one.stage for one in sound if one.stage] if deep else ():
         try:
             yield from (named(problem, stage) for problem in deep_rules(stage))
         except (ValueError, RuntimeError, OSError) as error:

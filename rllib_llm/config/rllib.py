@@ -192,9 +192,9 @@ INSTEAD = {
     "shuffle_batch_per_epoch": "Mini-batches are drawn in a new order in every epoch; leave it out",
     "evaluation_parallel_to_training": "Evaluation takes its turn with training: set "
     "'evaluation_interval'",
-    "evaluation_sample_timeout_s": "'sampler_timeout_s' is how long a sampler may take",
-    "sample_timeout_s": "'sampler_timeout_s' is how long a sampler may take",
-    "env_runner_health_probe_timeout_s": "'sampler_timeout_s' is how long a sampler may take",
+    **dict.fromkeys(("evaluation_sample_timeout_s", "sample_timeout_s",
+                     "env_runner_health_probe_timeout_s"),
+                    "'sampler_timeout_s' is how long a sampler may take"),
     "env_runner_restore_timeout_s": "Nobody waits for a restarted sampler: a request brings the "
     "weights with it; leave it out",
     "algorithm_config_overrides_per_module": "One policy is trained, with the settings of the "

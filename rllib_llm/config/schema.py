@@ -19,6 +19,7 @@ from rllib_llm.config.sections import (
     known_names,
     other_names,
     rllib_table,
+    row_called,
     section_names,
     table,
 )
@@ -27,7 +28,6 @@ from rllib_llm.config.tabled_config import (
     flattened,
     hint,
     needed_env,
-    written_names,
 )
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import (
@@ -40,6 +40,7 @@ from rllib_llm.shared.errors import (
     unknown_key,
     without_consequences,
 )
+from rllib_llm.shared.setting import IN_ENV
 
 CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
 # Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
@@ -105,10 +106,13 @@ def sound_settings(
 
 def as_written(problem: Problem, settings: Mapping[str, Any], config: Any) -> Problem:
     """The problem, its setting called as `settings` call it where it stands in a section."""
-    names = written_names(type(config), settings) if isinstance(config, TabledConfig) else {}
-    for name, place in names.items():
-        if problem.is_of(name):
-            return problem.moved(name, place)
+    for key in sections(config):
+        given = settings.get(key)
+        for short in given if isinstance(given, Mapping) else ():
+            if (row := row_called(type(config), key, short)) is not None:
+                name = f"env_config.{row.name}" if row.place == IN_ENV else row.name
+                if problem.is_of(name):
+                    return problem.moved(name, f"{key}.{short}")
     return problem
 
 

@@ -167,7 +167,19 @@ def _method(config_class: ConfigClass, section: str) -> Callable[..., Any]:
     method.__qualname__ = f"{config_class.__name__}.{section}"
     method.__module__ = config_class.__module__
     method.__doc__ = documentation(config_class, section)
-    method.__signature__ = signature(config_class, section)  # type: ignore[attr-defined]
+    # The settings as keyword arguments; what RLlib takes by position as it does.
+    by_rllib = rllib_parameters(section)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, row in shown_rows(config_class, section).items():
+        kind: Any = by_rllib[name].kind if name in by_rllib else inspect.Parameter.KEYWORD_ONLY
+        annotation: Any = inspect.Parameter.empty if row.type is Any else row.type
+        if row.choices:
+            values: Any = (*row.choices, None) if row.is_optional else row.choices
+            annotation = Literal[values]
+        default = Default(config_class, row)
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    parameters.sort(key=lambda parameter: parameter.kind)
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return method
 
 
@@ -188,21 +200,6 @@ def first_setting(config_class: ConfigClass, section: str) -> str:
 def positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     """Names of the parameters that may be given without a name."""
     return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-
-def signature(config_class: ConfigClass, section: str) -> inspect.Signature:
-    """The section's settings as keyword arguments, what RLlib takes by position as it does."""
-    by_rllib = rllib_parameters(section)
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, row in shown_rows(config_class, section).items():
-        kind: Any = by_rllib[name].kind if name in by_rllib else inspect.Parameter.KEYWORD_ONLY
-        annotation: Any = inspect.Parameter.empty if row.type is Any else row.type
-        if row.choices:
-            values: Any = (*row.choices, None) if row.is_optional else row.choices
-            annotation = Literal[values]
-        default = Default(config_class, row)
-        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
 @functools.cache

@@ -437,20 +437,6 @@ def flattened(
     return flat
 
 
-def written_names(config_class: ConfigClass, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The name of each setting that stands in a section -> what it is called in `settings`."""
-    rows = {
-        f"{key}.{name}": row_called(config_class, key, name)
-        for key, value in settings.items()
-        if key in section_names(config_class) and isinstance(value, Mapping)
-        for name in value
-    }
-    return {
-        f"env_config.{row.name}" if row.place == IN_ENV else row.name: place
-        for place, row in rows.items() if row is not None
-    }  # fmt: skip
-
-
 def needed_env(config_class: ConfigClass, settings: Mapping[str, Any]) -> str | None:
     """The environment that a section in `settings` has something of; None: it needs none."""
     envs = {

@@ -262,7 +262,7 @@ def with_stand_ins(experiments: list[Experiment]) -> list[Experiment]:
             stand_in = stand_ins[f"{experiment.name}.model"] = StandIn(model)
             stand_in.made_by = experiment
             inherited = getattr(model, "chat_template", None)
-            stand_in.chat_template = _of_model(config, "chat_template") or inherited
+            stand_in.chat_template = model_of(config, "chat_template") or inherited
         filled.append(experiment.replace(config=config))
     return filled
 
@@ -295,12 +295,8 @@ def _check_leaves(experiment: Experiment, product: str, user: str) -> None:
             "Drop the key")  # fmt: skip
 
 
-def model_of(config: Mapping[str, Any]) -> Any:
-    """The experiment's starting model, wherever its config has it."""
-    return _of_model(config, "model")
-
-
-def _of_model(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of the section `language_model`, wherever the config has it."""
+def model_of(config: Mapping[str, Any], name: str = "model") -> Any:
+    """The experiment's starting model, or another setting of the section `language_model`, wherever
+    the config has it."""
     section = config.get("language_model")
     return config.get(name) or (section.get(name) if isinstance(section, dict) else None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,9 @@ EXTRA_CURVES = (
 )
 
 
-@dataclass(frozen=True)
-class PageTrial:
-    """One trial on the page: its name and its folder."""
-
-    label: str
-    folder: Place
-
-
-def find_trials(folder: str | Place) -> list[PageTrial]:
-    """The trials of a run, of a stage or of a trial's folder, those that have reported, in the
-    order in which they began.
+def find_trials(folder: str | Place) -> list[tuple[str, Place]]:
+    """Labels and folders of the trials of a run, of a stage or of a trial's folder, those that have
+    reported, in the order in which they began.
 
     Raises:
         Problems: there are none.
@@ -97,15 +88,15 @@ def find_trials(folder: str | Place) -> list[PageTrial]:
     trials = [file.parent for file in files]
     stages = [trial.parent for trial in trials]
     return [
-        PageTrial(f"{stage.name} · {trial.name}" if stages.count(stage) > 1 else stage.name, trial)
+        (f"{stage.name} · {trial.name}" if stages.count(stage) > 1 else stage.name, trial)
         for trial, stage in zip(trials, stages, strict=True)
     ]
 
 
-def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:
-    """Writes the page of the runs in `groups`, keyed by name; stages of one run in sequence,
-    several runs side by side."""
-    found = [{"run": name, **_trial(each)} for name, trials in groups.items() for each in trials]
+def write_page(groups: Mapping[str, Sequence[tuple[str, Place]]], file: Place) -> Place:
+    """Writes the page of the runs in `groups`, the trials of each (`find_trials`) by its name;
+    stages of one run in sequence, several runs side by side."""
+    found = [{"run": name, **_trial(*each)} for name, trials in groups.items() for each in trials]
     data = {"title": " and ".join(groups), "several": len(groups) > 1, "trials": found}
     page, style, script = (
         (TEMPLATE / f"page.{end}").read_text(encoding="utf-8") for end in ("html", "css", "js")
@@ -118,11 +109,11 @@ def write_page(groups: Mapping[str, Sequence[PageTrial]], file: Place) -> Place:
     return file
 
 
-def _trial(trial: PageTrial) -> dict[str, Any]:
-    results = [*map(as_shown, read_results(trial.folder))]
+def _trial(label: str, trial_folder: Place) -> dict[str, Any]:
+    results = [*map(as_shown, read_results(trial_folder))]
     last = results[-1] if results else {}
-    settings = flatten(read_json(trial.folder / SETTINGS_FILE))
-    compared = before_and_after(read_json_lines(trial.folder / SAMPLES_FILE))
+    settings = flatten(read_json(trial_folder / SETTINGS_FILE))
+    compared = before_and_after(read_json_lines(trial_folder / SAMPLES_FILE))
     pairs = [
         {"prompt": before.get("question") or before["prompt"],
          "before": before["completion"], "after": after["completion"],
@@ -130,18 +121,18 @@ def _trial(trial: PageTrial) -> dict[str, Any]:
         for before, after in spread(compared, MAX_PAIRS)
     ]  # fmt: skip
     summary = [[each.title, *first_and_last(results, each)] for each in summary_metrics(results)]
-    rows = page_rows(trial.folder)
+    rows = page_rows(trial_folder)
     names = dict.fromkeys(name for row in rows for name in row.get("images", ()))
-    folder = rollouts_of(trial.folder) / IMAGES
+    folder = rollouts_of(trial_folder) / IMAGES
     thumbnails = {
         name: thumbnail((folder / name).read_bytes(), THUMBNAIL_SIDE)
         for name in [*names][:MAX_THUMBNAILS] if (folder / name).is_file()
     }  # fmt: skip
     return {
-        "label": trial.label, "iterations": last.get("training_iteration"),
+        "label": label, "iterations": last.get("training_iteration"),
         "seconds": number(last.get("time_total_s")),
         "settings": {name: _short(value) for name, value in sorted(settings.items())},
-        "environment": read_json(trial.folder.parent / ENVIRONMENT_FILE),  # of the stage
+        "environment": read_json(trial_folder.parent / ENVIRONMENT_FILE),  # of the stage
         "summary": summary, "panels": panels(results),
         "signs": [f"iteration {sign.iteration}: {sign.text}" for sign in signs(results)],
         "pairs": pairs, "rows": rows, "thumbnails": thumbnails,

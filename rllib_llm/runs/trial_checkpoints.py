@@ -344,7 +344,7 @@ class SaveOnStop(Callback):
         return {**vars(self), "_handlers": {}, "_end_run": None}
 
     def __enter__(self) -> SaveOnStop:
-        if _in_main_thread():
+        if threading.current_thread() is threading.main_thread():  # as Python wants it
             self._handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
         return self
 
@@ -355,12 +355,11 @@ class SaveOnStop(Callback):
 
     def setup(self, *args: Any, **info: Any) -> None:
         """Installs its signal handlers over those that Tune has just set."""
-        if not _in_main_thread():
-            return
-        self._end_run = signal.getsignal(signal.SIGINT)
+        before = signal.getsignal(signal.SIGINT)
         if not self._handlers:
             self.__enter__()
-        for signum in SIGNALS:
+        for signum in self._handlers:
+            self._end_run = before
             signal.signal(signum, self._note)
 
     def on_trial_result(
@@ -412,7 +411,3 @@ def _is_saved_at(trial: Any, result: dict[str, Any]) -> bool:
     saved, done = trial.latest_checkpoint_result, result.get(TRAINING_ITERATION)
     return saved is not None and done is not None and saved.metrics[TRAINING_ITERATION] == done
 
-
-def _in_main_thread() -> bool:
-    """True where Python allows signal handlers."""
-    return threading.current_thread() is threading.main_thread()

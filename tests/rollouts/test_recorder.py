@@ -20,7 +20,7 @@ from rllib_llm.examples import squares
 from rllib_llm.modules.images import image_bytes, read_image, thumbnail
 from rllib_llm.rollouts.judged_batch import JudgedBatch, concatenate
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder, rows_of
-from rllib_llm.runs.report_page import PageTrial, write_page
+from rllib_llm.runs.report_page import write_page
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests.tiny_models import byte_tokenizer
@@ -190,7 +190,7 @@ def test_what_prompts_show_is_kept_once_and_named(tmp_path):
     assert error.value.problem.name == "data"
 
     (trial / "result.json").write_text(json.dumps({"training_iteration": 1}) + "\n")
-    file = write_page({"run": [PageTrial("trial", trial)]}, tmp_path / "page.html")
+    file = write_page({"run": [("trial", trial)]}, tmp_path / "page.html")
     data = file.read_text().partition('id="data">')[2].partition("</script>")[0]
     (page,) = json.loads(data)["trials"]
     assert [row["images"] for row in page["rows"]] == [each or [] for each in expected]

@@ -158,8 +158,8 @@ def test_trials_are_found_from_any_folder_in_the_order_in_which_they_began(tmp_p
     trial = make_trial(run / "sft", begun=1)
     make_trial(run / "ppo", "b", begun=2)
     make_trial(run / "ppo", "a", begun=3)
-    assert [one.label for one in find_trials(run)] == ["sft", "ppo · b", "ppo · a"]
-    assert [one.folder for one in find_trials(trial)] == [trial]
+    assert [label for label, _ in find_trials(run)] == ["sft", "ppo · b", "ppo · a"]
+    assert [folder for _, folder in find_trials(trial)] == [trial]
     with pytest.raises(Problems, match=r"must be the folder of a run with results"):
         find_trials(tmp_path / "nowhere")
 

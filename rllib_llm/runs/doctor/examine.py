@@ -8,7 +8,6 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,12 @@ from rllib_llm.shared.errors import (
 from rllib_llm.shared.storage import Place
 
 
-@dataclass
-class Examination:
-    """The findings in the machine and a file's experiments, errors first; and those experiments
-    that have no error by their settings."""
-
-    found: list[Problem]
-    sound: list[plan.Examined] = field(default_factory=list)
-
-
 def examine(
     experiments: list[Experiment], machine: Machine, *, folder: Place | None = None,
     is_here: bool = True,
-) -> Examination:  # fmt: skip
-    """Examines the machine and the experiments, without loading a model.
+) -> tuple[list[Problem], list[plan.Examined]]:  # fmt: skip
+    """Examines the machine and the experiments, without loading a model. Returns the findings,
+    and those experiments that have no error by their settings.
 
     Args:
         folder: where results will go, for the disk.
@@ -64,13 +55,13 @@ def examine(
     try:
         each = [plan.examined(one, rules) for one in with_stand_ins(experiments)]
     except ValueError as error:
-        return Examination(distinct([*found, *problems_of(error)]))
+        return distinct([*found, *problems_of(error)]), []
     found += [problem.within(one.experiment.name) for one in each for problem in one.problems]
     if folder is not None:
         found += refusals(check_writable, folder)
         if not errors_of(found):
             found += refusals(plan.check_disk, experiments, folder, machine.disk_bytes)
-    return Examination(distinct(found), [one for one in each if not errors_of(one.problems)])
+    return distinct(found), [one for one in each if not errors_of(one.problems)]
 
 
 def run_rules(stage: Stage, makes_tools: bool = False) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 def found(experiment, machine: Machine = MACHINE) -> list:
-    return [f for f in examine([experiment], machine).found if f.severity != "note"]
+    return [f for f in examine([experiment], machine)[0] if f.severity != "note"]
 
 
 # (name of the setting, or the beginning of what was found; what its rule says; the set-up).
@@ -288,7 +288,7 @@ def test_a_policy_is_no_judge(folders):
 
 def test_a_missing_model_is_told_of_the_experiment_that_names_it():
     first = supervised("SFT", model="./nosuch").replace(name="first")
-    found = examine([first, grpo(model="${first.model}")], MACHINE).found
+    found = examine([first, grpo(model="${first.model}")], MACHINE)[0]
     assert [p.name[:5] for p in found if p.severity == "error"] == ["first"]
 
 
@@ -297,7 +297,7 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
     judge = judge.replace(name="judge")
     # Until it is made, the model that it starts from stands in for it.
     policy = grpo(model=folders["sound"], env={"reward_model": "${judge.model}"})
-    assert [p for p in examine([judge, policy], MACHINE).found if p.severity == "error"] == []
+    assert [p for p in examine([judge, policy], MACHINE)[0] if p.severity == "error"] == []
     check_experiments([judge, policy], run_rules)
 
 
@@ -308,7 +308,7 @@ def test_a_judge_that_is_made_before_is_no_policy(folders):
 ])  # fmt: skip
 def test_a_policy_that_is_made_before_is_no_judge_nor_the_other_way_round(run, changes, said):
     made = supervised(run).replace(name="made")
-    (error,) = [p for p in examine([made, grpo(**changes)], MACHINE).found if p.severity == "error"]
+    (error,) = [p for p in examine([made, grpo(**changes)], MACHINE)[0] if p.severity == "error"]
     assert error.value == "${made.model}" and error.reason.startswith(said)
     with pytest.raises(Problems, match="it is what"):
         check_experiments([made, grpo(**changes)], run_rules)
@@ -331,9 +331,9 @@ def test_what_a_machine_lacks_is_named(folders, config, changes, name):
 def test_processes_take_memory_whatever_their_model_does():
     """A model that a function makes has no size before it is made."""
     experiment = grpo(num_env_runners=100_000)
-    found = examine([experiment], MACHINE).found
+    found = examine([experiment], MACHINE)[0]
     assert any("sampler" in each.name for each in errors_of(found))
-    found = examine([experiment], MACHINE, is_here=False).found  # on a cluster
+    found = examine([experiment], MACHINE, is_here=False)[0]  # on a cluster
     assert not errors_of(found)
 
 
@@ -349,7 +349,7 @@ def test_each_kept_version_of_the_weights_has_its_place_in_the_store(folders):
 
 def test_a_full_disk_is_named(folders, tmp_path):
     machine = dataclasses.replace(MACHINE, disk_bytes=1000)
-    told = examine([grpo(model=folders["sound"])], machine, folder=tmp_path).found
+    told = examine([grpo(model=folders["sound"])], machine, folder=tmp_path)[0]
     assert "storage_path" in [problem.name for problem in told]
 
 
@@ -474,7 +474,7 @@ def test_conversations_with_the_model_of_an_earlier_stage_are_looked_at_with_its
         given = {"prompts": prompts, "reward_functions": f"{HERE}.says_something"}
         talk = conversations("rllib_llm/Conversation-v0", **given)
         talk = talk.replace(config={**talk.config, "model": "${sft.model}"})
-        errors = [f for f in examine([sft, talk], MACHINE).found if f.severity == "error"]
+        errors = [f for f in examine([sft, talk], MACHINE)[0] if f.severity == "error"]
         assert ["leave room for an answer" in f.rule for f in errors] == [True] * is_refused
 
 
