@@ -234,9 +234,9 @@ class ConversationEnv:
     def teacher_messages(
         self, conversation: Conversation
     ) -> str | Sequence[Message] | None | Awaitable[str | Sequence[Message] | None]:
-        """What a teacher reads of a conversation that is over in place of its first messages, such
-        as the task with its solution, or with what the environment had to say of the answers. By
-        default the column `teacher_prompt`; None: what the policy reads.
+        """The messages that a teacher reads of a conversation that is over in place of its first
+        ones, such as the task with its solution, or with what the environment has to say of the
+        answers. By default the column `teacher_prompt`; None: what the policy reads.
 
         Raises:
             Problems: the column is empty.

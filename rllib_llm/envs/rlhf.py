@@ -259,7 +259,7 @@ def frozen_reference(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizer
 
 
 def frozen_teacher(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """What judges completions as the teachers that `settings` name, see `Teachers`, or None."""
+    """The `Teachers` that `settings` name, or None."""
     if settings["teacher"] is None:
         return None
     from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher, Teachers
