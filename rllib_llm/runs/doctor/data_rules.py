@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -382,9 +383,9 @@ def _leak(
 def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     config, env = stage.config, stage.env
     num = len(rows)
-    if num < config.num_prompts_per_iteration:
+    if num < (least := math.floor(stage.share * config.num_prompts_per_iteration)):
         yield warning(
-            "prompts", f"have at least the {config.num_prompts_per_iteration} rows of an iteration",
+            "prompts", f"have at least the {least} rows of an iteration",
             f"of {num} rows some stand in one batch several times", "Add prompts",
         )
     column = env.get("prompt_column") or next(

@@ -68,8 +68,9 @@ def run_rules(stage: Stage, makes_tools: bool = False) -> Iterator[Problem]:
     """Problems of a stage with valid settings that `rllib train` looks at before a run. Reward
     functions are not called, classes of tools neither, and the machine, which may be another, is
     not checked."""
-    for rule in (plan_rules, model_rules, data_rules):
+    for rule in (plan_rules, model_rules):
         yield from rule(stage)
+    yield from of_each_env(data_rules, stage)
     if stage.is_rlhf:
         yield from of_each_env(turn_rules, stage, makes_tools=makes_tools)
 
@@ -98,14 +99,8 @@ def deep_rules(stage: Stage) -> Iterator[Problem]:
             "chat_template", "render turns alike wherever they stand",
             "it changes earlier turns, and a conversation does not keep its tokens", "Give another",
         )  # fmt: skip
-    if stage.is_rlhf and (scores := answer_scores(stage)) is not None:
-        right, wrong = scores
-        fact = f"right answers are rewarded with {right:.3g}, wrong ones with {wrong:.3g}"
-        yield note(fact) if right > wrong else warning(
-            "rewards", "prefer the rows' own answers",
-            f"they give {right:.3g} to them and {wrong:.3g} to each other's",
-            "Look at the reward functions: how do they find the answer in a text?",
-        )  # fmt: skip
+    if stage.is_rlhf:
+        yield from of_each_env(_answer_rules, stage)
     last = two_iterations(stage)[-1]
     throughput = last.get("throughput", {})
     seconds = throughput.get("iteration_seconds") or last.get("time_this_iter_s", math.nan)
@@ -115,6 +110,18 @@ def deep_rules(stage: Stage) -> Iterator[Problem]:
     yield note(f"an iteration takes {seconds:.1f} s here, in one process", whole_run)
     if stage.is_rlhf:
         yield from _sampled(stage, last, seconds)
+
+
+def _answer_rules(stage: Stage) -> Iterator[Problem]:
+    if (scores := answer_scores(stage)) is None:
+        return
+    right, wrong = scores
+    fact = f"right answers are rewarded with {right:.3g}, wrong ones with {wrong:.3g}"
+    yield note(fact) if right > wrong else warning(
+        "rewards", "prefer the rows' own answers",
+        f"they give {right:.3g} to them and {wrong:.3g} to each other's",
+        "Look at the reward functions: how do they find the answer in a text?",
+    )  # fmt: skip
 
 
 def two_iterations(stage: Stage) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
-from rllib_llm.runs.doctor.stage import Stage
+from rllib_llm.runs.doctor.stage import Stage, of_each_env
 from rllib_llm.shared.dotted import as_list
 from rllib_llm.shared.errors import Problem, note, warning
 from rllib_llm.shared.process import (
@@ -95,6 +95,8 @@ def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> It
     for rule in (memory_rules, precision_rules, place_rules, store_rules) if is_here else ():
         yield from rule(stage, machine)
     yield from server_rules(stage)
+    if stage.is_rlhf and stage.config.envs:
+        yield from of_each_env(server_rules, stage)
 
 
 def precision_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
@@ -168,7 +170,8 @@ def server_rules(stage: Stage) -> Iterator[Problem]:
     ]
     settings = getattr(stage.config, "engine_settings", None) or {}
     named.append(("env_config.base_url", stage.env.get("base_url")))  # of a player, in Chat-v0
-    named.append(("engine_settings.base_url", settings.get("base_url")))
+    if not stage.entry:  # one for all
+        named.append(("engine_settings.base_url", settings.get("base_url")))
     for where, url in named:
         if not isinstance(url, str):
             continue

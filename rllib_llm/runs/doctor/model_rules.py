@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_elements, num_positions
 from rllib_llm.runs.doctor.data_rules import NUM_ROWS, is_here, source_of
-from rllib_llm.runs.doctor.stage import Stage, first_rows
+from rllib_llm.runs.doctor.stage import Stage, first_rows, of_each_env
 from rllib_llm.runs.experiments import algorithm_class
 from rllib_llm.runs.metrics import is_counter
 from rllib_llm.shared.errors import Problem, problems_of, refusals, warning
@@ -216,10 +216,11 @@ def plan_rules(stage: Stage) -> Iterator[Problem]:
             "weights as far as the others", f"Use {divisor}", size,
         )
     if stage.is_rlhf:
-        yield from _sampling(config, stage.env)
+        yield from of_each_env(_sampling, stage)
 
 
-def _sampling(config: Any, env: Mapping[str, Any]) -> Iterator[Problem]:
+def _sampling(stage: Stage) -> Iterator[Problem]:
+    config, env = stage.config, stage.env
     longest, interval = config.max_new_tokens, config.evaluation_interval
     held_out = config.env_config.get("eval_fraction")
     rules = (  # whether it applies, name, rule, reason, remedy, value
@@ -241,7 +242,7 @@ def _sampling(config: Any, env: Mapping[str, Any]) -> Iterator[Problem]:
     )  # fmt: skip
     yield from (warning(*row) for applies, *row in rules if applies)
     sources = [env.get(name) for name in ("eval_prompts", "eval_fraction")]
-    if interval and "eval_prompts" in env and not any(sources):
+    if interval and "eval_prompts" in env and not any(sources) and not stage.entry:
         yield Problem("evaluation_interval", "have held-out prompts", "neither eval_prompts nor "
                       "eval_fraction is set", "Write prompts: {eval_fraction: 0.1}",
                       interval)  # fmt: skip

@@ -25,11 +25,14 @@ class Stage:
 
     config: of the first point of its search space.
     env: every setting of its environment with the defaults, {} where it is not one of ours.
+    entry: of one of several environments, its name. share: of the groups that it has.
     """
 
     experiment: Experiment
     config: Any
     env: Mapping[str, Any] = field(default_factory=dict)
+    entry: str = ""
+    share: float = 1.0
 
     @property
     def is_rlhf(self) -> bool:
@@ -123,8 +126,13 @@ def of_each_env(
     rule: Callable[..., Iterable[Problem]], stage: Stage, **settings: Any
 ) -> Iterator[Problem]:
     """Problems that a rule finds in a stage, or in each of its environments if it has several."""
-    for name, own in stage.config.env_configs().items():
-        part = replace(stage, config=own, env=env_settings(own)) if name else stage
+    if not stage.is_rlhf or not stage.config.envs:
+        yield from rule(stage, **settings)
+        return
+    weights = stage.config.weights_of_envs()
+    for (name, own), weight in zip(stage.config.env_configs().items(), weights, strict=True):
+        share = weight / sum(weights)
+        part = replace(stage, config=own, env=env_settings(own), entry=name, share=share)
         for problem in rule(part, **settings):
-            yield problem.within(f"envs.{name}") if name else problem
+            yield problem.within(f"envs.{name}")
 

@@ -603,3 +603,17 @@ def test_the_two_iterations_learn_from_fresh_completions_whatever_the_run_does()
     update learns from completions of version 0, which are one update old."""
     stage = examined(grpo(max_staleness=1, off_policy="decoupled", num_env_runners=1)).stage
     assert two_iterations(stage)[-1]["train"]["staleness"] == 0.0
+
+
+def test_each_of_several_environments_is_looked_at():
+    """Of its own rows, rewards and way of sampling; a quarter of the 4 groups needs one row."""
+    rewards = {"functions": f"{HERE}.right"}
+    few = {"weight": 1, "prompts": {"data": [SUMS[1]]}, "rewards": rewards}
+    blank = [{**row, "prompt": " "} for row in SUMS[:2]]
+    wrong = {"weight": 3, "prompts": {"data": [*SUMS, *blank]}, "top_k": 1,
+             "rewards": {"functions": f"{HERE}.constant"}}  # fmt: skip
+    experiment = grpo(envs={"few": few, "wrong": wrong})
+    experiment.config.pop("env_config")
+    assert {called(problem) for problem in found(experiment)} == {
+        "envs.wrong.top_k", "envs.wrong.prompts", "envs.wrong: reward 'constant'",
+    }  # fmt: skip
