@@ -20,11 +20,11 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.data.encoding import vocabulary_hash
-from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore
+from rllib_llm.data.rollout_store import ROLLOUTS, RolloutStore, rollouts_in
 from rllib_llm.rollouts.judged_batch import JudgedBatch, take_rows
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
-from rllib_llm.shared.storage import UrlPath, place
+from rllib_llm.shared.storage import UrlPath
 from rllib_llm.weights.coordinator import PublishedWeights
 
 Groups = dict[str, dict[str, Any]]
@@ -171,14 +171,13 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
         **{key: getattr(config, key) for key in _DRAWN},
         seed=config.seed or 0, tokenizer=tokenizer, vocabulary=vocabulary_hash(tokenizer),
     )  # fmt: skip
-    folder, filesystem = str(trial_folder / ROLLOUTS), None
-    if storage is not None and not isinstance(storage.storage_filesystem, LocalFileSystem):
-        folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", storage.storage_filesystem
-    if config.rollouts_path is not None:
-        chosen = place(config.rollouts_path) / trial_folder.name
-        folder, filesystem = str(chosen), None
-        if isinstance(chosen, UrlPath):
-            folder, filesystem = chosen.path, chosen.filesystem
+    chosen = rollouts_in(trial_folder, config.rollouts_path)
+    folder, filesystem = str(chosen), None
+    if isinstance(chosen, UrlPath):
+        folder, filesystem = chosen.path, chosen.filesystem
+    kept_by = None if storage is None or config.rollouts_path else storage.storage_filesystem
+    if kept_by is not None and not isinstance(kept_by, LocalFileSystem):
+        folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", kept_by
     store = RolloutStore(
         folder, filesystem=filesystem, on_error=config.store_on_error,
         keep_iterations=config.store_keep_iterations,

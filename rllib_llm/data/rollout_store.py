@@ -359,6 +359,11 @@ IDLE_SECONDS = 1.0
 MAX_SECONDS_TO_STOP = 300.0  # that the end of a run waits for the writer
 ROLLOUTS = "rollouts"  # the folder in a trial's
 
+
+def rollouts_in(trial: Place, rollouts_path: str | None) -> Place:
+    """The folder of a trial's rollouts: its own, or below the setting `rollouts_path`."""
+    return place(rollouts_path) / trial.name if rollouts_path else trial / ROLLOUTS
+
 MakeTable = Callable[[], pa.Table]
 
 

@@ -23,6 +23,7 @@ from rllib_llm.data.rollout_store import (
     check_version,
     is_rollout_folder,
     not_contained,
+    rollouts_in,
 )
 from rllib_llm.data.rows import Rows
 from rllib_llm.shared.errors import Problems, did_you_mean, require
@@ -47,9 +48,8 @@ class NoRolloutsError(Problems):
 
 
 def rollouts_of(trial: Place) -> Place:
-    """The folder of a trial's rollouts: in its own, or below the setting `rollouts_path`."""
-    elsewhere = read_json(trial / SETTINGS_FILE).get("rollouts_path")
-    return place(elsewhere) / trial.name if elsewhere else trial / ROLLOUTS
+    """`rollouts_in` with the setting of a trial, which its files have."""
+    return rollouts_in(trial, read_json(trial / SETTINGS_FILE).get("rollouts_path"))
 
 
 def rollout_folders(run: str | Path | UrlPath) -> list[Place]:

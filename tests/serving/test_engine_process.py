@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
@@ -21,6 +22,7 @@ from rllib_llm.serving.engine_process import EngineProcess, _without_keys
 from rllib_llm.serving.guides import GrammarError, grammar_of
 from rllib_llm.serving.schemas import ResponseFormat
 from rllib_llm.serving.service import Service
+from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import (
     DEADLINE_S,
     EOS,
@@ -77,6 +79,26 @@ def test_a_server_multiplies_by_the_faster_library(library, monkeypatch):
         assert [*map(multiplies_by_onednn, models)] == [library == "onednn"] * 2
     finally:
         host.close()
+
+
+def test_an_attention_kernel_samples_the_same_tokens(thread):
+    host = ThreadHost.open(settings(attn_implementation="eager"), SOURCE)
+    try:
+        assert {e.model.config._attn_implementation for e in host.engine._engines} == {"eager"}
+        for one, other in zip(sampled(host, several()), sampled(thread, several()), strict=True):
+            assert one[0] == other[0] and one[1] == pytest.approx(other[1], abs=1e-5)
+    finally:
+        host.close()
+
+
+def test_a_kernel_that_is_not_there_is_refused_by_name(monkeypatch):
+    def refuse(model, kernel):
+        raise ImportError(f"the package for {kernel} is not installed")
+
+    monkeypatch.setattr(PreTrainedModel, "set_attn_implementation", refuse)
+    with pytest.raises(Problems) as refused:
+        ThreadHost.open(settings(attn_implementation="flash_attention_2"), SOURCE)
+    assert refused.value.found[0].name == "attn_implementation"
 
 
 def several() -> list[Row]:
