@@ -102,10 +102,10 @@ class ImagePrompts:
         return packed_files([*map(image_bytes, images)], unread)
 
     def example(
-        self, row: Mapping[str, Any]
+        self, row: Mapping[str, Any], key: Hashable | None = None
     ) -> tuple[list[int], list[bool], dict[str, Tensor]]:
         """Token ids of a row to learn from, which of them its answer has, and what it shows. Of a
-        conversation the last turn is the answer.
+        conversation the last turn is the answer. `key`: see `read`.
 
         Raises:
             Problems: it has none, or a template that does not write it after the prompt.
@@ -113,14 +113,14 @@ class ImagePrompts:
         images, eos = images_of_row(row), self._tokenizer.eos_token_id
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            ids, seen, _ = self.prompt(prompt, images)
+            ids, seen, _ = self.prompt(prompt, images, key)
             said = [*self._tokenizer(completion, add_special_tokens=False)["input_ids"], eos]
             return ids + said, [False] * len(ids) + [True] * len(said), seen
         given = row.get("messages")
         turns = as_turns(None, given)[0] if given is not None else as_turns(prompt, completion)[0]
         require(turns and turns[-1]["role"] == "assistant", "messages", ...,
                 "end with a turn of 'assistant' to learn from", "")  # fmt: skip
-        ids, seen, before = self.prompt(turns[:-1], images)
+        ids, seen, before = self.prompt(turns[:-1], images, key)
         whole = self._render(with_places(turns, len(images)))
         require(whole.startswith(before), "chat_template", ..., "write an answer after its prompt",
                 "it writes another text before the answer than without it")  # fmt: skip

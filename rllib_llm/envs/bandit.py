@@ -212,16 +212,20 @@ class BanditEnv(VectorEnv):
     def _judge(self, actions: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         ids, mask = actions[columns.COMPLETION_IDS], actions[columns.COMPLETION_MASK]
         completions: list[str] = []
-        if self.rewards.wants_texts or self.return_texts:
+        if self.rewards.wants_texts or self.return_texts or any(self._shown):
             last_prompt_ids = self._observation[columns.PROMPT_IDS][:, -1].tolist()
             rows = zip(ids.tolist(), mask.sum(-1).tolist(), strict=True)
             cut = [row[:length] for row, length in rows]
             completions = decode_completions(self.tokenizer, last_prompt_ids, cut)
+        # Marks of images are those of the policy's processor.
+        prompts = [row.prompt if row.images and isinstance(row.prompt, str) else text
+                   for row, text in zip(self._rows, self._texts, strict=True)]  # fmt: skip
         names = dict.fromkeys(name for row in self._rows for name in row.columns)
         batch = RewardBatch(
             prompt_ids=self._observation[columns.PROMPT_IDS],
             prompt_mask=self._observation[columns.PROMPT_MASK], completion_ids=ids,
-            completion_mask=mask, prompts=self._texts, completions=completions,
+            completion_mask=mask, prompts=prompts, completions=completions,
+            images=self._shown,
             columns={name: [row.columns.get(name) for row in self._rows] for name in names},
             global_step=self.global_step, epoch=self.position / len(self.prompts),
             max_steps=self.max_steps,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import Message
-from rllib_llm.conversations.conversation import Rollout, training_columns
+from rllib_llm.conversations.conversation import Conversation, Rollout, training_columns
 from rllib_llm.conversations.tool_calls import ToolCall
 from rllib_llm.engines.protocol import Ended
 from rllib_llm.envs.actions import Judgement
@@ -386,6 +386,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
         prompts=transcripts(contexts),
         completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
         completion_messages=said, context_messages=contexts,
+        images=[_files(attempt.conversation) for attempt in sound],
         columns={
             **{name: [task.get(name) for task in tasks] for name in names},
             "messages": starts,
@@ -436,8 +437,12 @@ def _texts(attempts: Sequence[Rollout]) -> dict[str, list[str]]:
                 shown[name].append("\n".join(shown_message(message) for message in part))
             shown["question"].append(question(messages[:start]))
             shown["messages"].append(json.dumps(messages, ensure_ascii=False, default=str))
-            files.append(files_text(chat.pictures.images) if chat.pictures else "")
+            files.append(_files(chat))
     return {**shown, columns.IMAGES: files} if any(files) else shown
+
+
+def _files(chat: Conversation) -> str:
+    return files_text(chat.pictures.images) if chat.pictures else ""
 
 
 def _report(env: ConversationEnv, attempts: Sequence[Rollout], sound: Sequence[Rollout]) -> None:

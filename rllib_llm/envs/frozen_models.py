@@ -25,12 +25,14 @@ from rllib_llm.data.encoding import (
     keep_end,
     row_settings,
 )
+from rllib_llm.data.image_prompts import ImagePrompts
 from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
-from rllib_llm.modules.images import images_of
+from rllib_llm.modules.images import files_of, image_columns, of_rows
 from rllib_llm.modules.logprobs import CompletionOutputs, score_completions
 from rllib_llm.modules.model_source import text_config
+from rllib_llm.modules.multimodal import is_multimodal
 from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
@@ -46,7 +48,6 @@ from rllib_llm.modules.sequence_scores import (
 )
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared.columns import (
-    IMAGE_ROW,
     TEACHER_LOGPROBS,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
@@ -165,9 +166,7 @@ class FrozenReference(_Frozen):
         for rows in token_batches(lengths, self._batch_tokens):
             rows = rows.to(columns[0].device)
             batch = [column[rows].to(self._device) for column in columns]
-            shown = None
-            if seen is not None:
-                shown = images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})
+            shown = of_rows(seen, rows)
             yield rows, score_completions(self.model, *batch, shown=shown, **options)
 
     def measure(self, *columns: Tensor) -> dict[str, float]:
@@ -417,7 +416,8 @@ class RewardModelScorer(_Frozen, Judge):
     Where the reward model has the policy's tokenizer it reads the token ids exactly as they were
     sampled (prompt, then all tokens of the completion mask, so EOS where the completion has one),
     and `wants_tokens` is True. Otherwise, or with a `template`, it reads texts, encoded by its own
-    tokenizer (`RewardTextEncoder`).
+    tokenizer (`RewardTextEncoder`). Where prompts show images it reads texts, too: one that sees
+    reads their images by its own processor, as in its training, others the words.
 
     model, frozen: see `_Frozen`; the drift is "rank_corr" and "max_abs".
     tokenizer: the policy's; None always reads texts.
@@ -458,6 +458,7 @@ class RewardModelScorer(_Frozen, Judge):
             own_tokenizer, template=template, max_length=self.max_length,
             append_eos=stored is not None if append_eos is None else append_eos,
         )  # fmt: skip
+        self._image_prompts: ImagePrompts | None = None
         # Chat models end their turns with tokens other than EOS; all of them are special ones.
         self._policy_ends = set() if tokenizer is None else set(tokenizer.all_special_ids)
         self._label = label
@@ -465,7 +466,7 @@ class RewardModelScorer(_Frozen, Judge):
     def __call__(
         self, *tokens: Tensor, prompts: Sequence[Any] = (), completions: Sequence[str] = (),
         completion_ids: Sequence[Sequence[int]] | None = None,
-        messages: Sequence[Any] | None = None, **columns: Any,
+        messages: Sequence[Any] | None = None, image_files: Sequence[str] = (), **columns: Any,
     ) -> Tensor:  # fmt: skip
         """Scores [B] float32: of four tensors (see `score_tokens`), else of texts."""
         if tokens:
@@ -474,7 +475,10 @@ class RewardModelScorer(_Frozen, Judge):
         if completion_ids is not None and self._policy_ends:
             finished = [len(ids) > 0 and ids[-1] in self._policy_ends for ids in completion_ids]
         of = {name: columns[name] for name in OF_TEMPLATES if name in columns}
-        return self.score_texts(prompts, completions, messages=messages, finished=finished, **of)
+        return self.score_texts(
+            prompts, completions, messages=messages, finished=finished, image_files=image_files,
+            **of,
+        )  # fmt: skip
 
     def score_tokens(
         self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
@@ -490,10 +494,46 @@ class RewardModelScorer(_Frozen, Judge):
             ids, mask = self._padded([self._encoder.shorten(row) for row in rows])
         return self._normalized_scores(ids, mask)
 
-    def score_texts(self, prompts: Sequence[Any], completions: Sequence[str], **of: Any) -> Tensor:
-        """Scores [B] float32 of texts, see `RewardTextEncoder.encode`."""
-        rows = self._encoder.encode(prompts, completions, **of)
-        return self._normalized_scores(*self._padded(rows))
+    def score_texts(
+        self, prompts: Sequence[Any], completions: Sequence[str], *,
+        image_files: Sequence[str] = (), **of: Any,
+    ) -> Tensor:  # fmt: skip
+        """Scores [B] float32 of texts, see `RewardTextEncoder.encode`; `image_files`: what each
+        prompt shows, see `images.files_text`."""
+        if not any(image_files) or not is_multimodal(self.model):
+            rows = self._encoder.encode(prompts, completions, **of)
+            return self._normalized_scores(*self._padded(rows))
+        read = []
+        for i, files in enumerate(image_files):
+            own = {name: values[i : i + 1] for name, values in of.items() if values is not None}
+            given = prompts[i : i + 1], completions[i : i + 1]
+            read.append(self._seen(files, *given, **own) if files
+                        else (*self._encoder.encode(*given, **own), {}))  # fmt: skip
+        rows, seen = zip(*read, strict=True)
+        return self._normalized_scores(*self._padded(rows), image_columns(seen))
+
+    def _seen(
+        self, files: str, prompts: Sequence[Any], completions: Sequence[str], *,
+        messages: Sequence[Any] | None = None, finished: Sequence[bool] = (True,), **_: Any,
+    ) -> tuple[list[int], dict[str, Tensor]]:  # fmt: skip
+        """Token ids of a prompt with images and its completion, and what is seen of them, as the
+        RewardModel stage reads them."""
+        tokenizer, template = self._encoder.tokenizer, self._encoder.template
+        require(template in (None, CHAT), "template", template, "be left out or 'chat' here",
+                "prompts show images")  # fmt: skip
+        if self._image_prompts is None:
+            self._image_prompts = ImagePrompts(str(self._source), tokenizer)
+        (prompt,), (said,) = messages or prompts, completions
+        if template == CHAT and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        answer = said if isinstance(prompt, str) else [{"role": "assistant", "content": said}]
+        row = {"prompt": prompt, "completion": answer, "images": files_of(files)}
+        ids, is_answer, seen = self._image_prompts.example(row, key=files)
+        ends = set() if finished[0] else {*tokenizer.all_special_ids}
+        while is_answer.pop() and ids[-1] in ends:
+            ids = ids[:-1]
+        self._encoder.num_truncated += len(ids) > self.max_length
+        return ids[: self.max_length], seen
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Ids and mask [N, L], L at least 1."""
@@ -505,28 +545,35 @@ class RewardModelScorer(_Frozen, Judge):
         return {**super().metrics(), "num_truncated": float(self._encoder.num_truncated)}
 
     @torch.no_grad()
-    def _normalized_scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _normalized_scores(
+        self, ids: Tensor, mask: Tensor, seen: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         if (count := self._encoder.num_truncated) and not self._warned_truncated:
             self._warned_truncated = True
             warnings.warn(
                 f"{count} texts are longer than the reward model's max_length={self.max_length} "
                 "and lose their beginning; later ones are only counted.", stacklevel=3,
             )  # fmt: skip
-        scores = self._run(self.model, ids, mask)
+        scores = self._run(self.model, ids, mask, seen)
         if count := self._drift_rows:
-            few = (ids[:count], mask[:count])
+            few = (ids[:count], mask[:count], seen)
             self._measure_drift(lambda exact: score_drift(scores[:count], self._run(exact, *few)))
         mean, std = self.normalization
         return (scores - mean) / std
 
-    def _run(self, model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
+    def _run(
+        self, model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Mapping[str, Tensor] | None
+    ) -> Tensor:
         scores = torch.zeros(len(ids), device=ids.device)
         lengths = mask.sum(dim=1)
         for rows in token_batches(lengths, self._batch_tokens):
             rows = rows.to(ids.device)
             longest = int(lengths[rows[0]])
             batch = (tensor[rows, :longest].to(self._device) for tensor in (ids, mask))
-            scores[rows] = sequence_scores(model, *batch, label=self._label).to(scores.device)
+            scored = sequence_scores(
+                model, *batch, label=self._label, shown=of_rows(seen, rows)
+            )
+            scores[rows] = scored.to(scores.device)
         return scores
 
 
@@ -597,8 +644,11 @@ class RewardModelEnsemble(Judge):
         self.scorers = [RewardModelScorer(**{**shared, **named_model(m)}) for m in models]
         self.wants_tokens = all(scorer.wants_tokens for scorer in self.scorers)
 
-    def __call__(self, *tokens: Tensor, **texts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, *tokens: Tensor, image_files: Sequence[str] = (), **texts: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores [B] float32 and their disagreement, of what `RewardModelScorer` takes."""
+        texts |= {"image_files": image_files}
         scores = torch.stack([scorer(*tokens, **texts) for scorer in self.scorers])
         disagreement = {DISAGREEMENT: scores.std(dim=0, correction=0)}
         return combined(scores, self._combine, self._std_coeff), disagreement

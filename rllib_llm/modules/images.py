@@ -77,6 +77,11 @@ def files_text(images: Sequence[Any]) -> str:
     return " ".join(base64.b64encode(image_bytes(image)).decode() for image in images)
 
 
+def files_of(text: str) -> list[bytes]:
+    """The files that `files_text` was given."""
+    return [*map(base64.b64decode, text.split())]
+
+
 # Of a prompt, for engines with a processor of their own: the files of its images, one after the
 # other, the size of each, and its tokens before images have become any.
 OF_FILES = FILES, FILE_SIZES, UNREAD_IDS = "file", "file_sizes", "unread_ids"
@@ -117,15 +122,24 @@ def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def image_columns(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The columns of a batch; `rows`: what the processor made of each row's images, {} of none."""
-    shown = [row for row in rows if row]
+    """The columns of a batch; `rows`: what the processor made of each row's images, {} of none, the
+    same object where rows share theirs."""
+    shown = {id(row): row for row in rows if row}
     if not shown:
         return {}
-    has_images = torch.tensor([bool(row) for row in rows])
-    batch = {IMAGE_ROW: (has_images.cumsum(dim=0) - 1).where(has_images, -1)}
-    for name in shown[0]:
-        batch[PREFIX + name], batch[SHAPE + name] = pad_rows([row[name] for row in shown])
+    places = {each: place for place, each in enumerate(shown)}
+    batch = {IMAGE_ROW: torch.tensor([places.get(id(row), -1) for row in rows])}
+    for name in next(iter(shown.values())):
+        own = [row[name] for row in shown.values()]
+        batch[PREFIX + name], batch[SHAPE + name] = pad_rows(own)
     return batch
+
+
+def of_rows(seen: Mapping[str, Tensor] | None, rows: Tensor) -> Shown | None:
+    """What the images of some of a batch's rows are; `seen`: the columns of all."""
+    if not seen:
+        return None
+    return images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})
 
 
 def is_image(column: str) -> bool:

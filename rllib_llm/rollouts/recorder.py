@@ -3,7 +3,6 @@ texts as JSON rows in the trial's samples.jsonl."""
 
 from __future__ import annotations
 
-import base64
 import datetime
 import functools
 import json
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from rllib_llm.data.rollout_store import RolloutStore
 from rllib_llm.envs.actions import decode_completions
+from rllib_llm.modules.images import files_of
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import NO_VERSION
@@ -87,8 +87,7 @@ def rows_of(
     rows |= _texts(batch, about.tokenizer)
     if keep is not None and columns.IMAGES in batch.texts:
         shown = batch.texts[columns.IMAGES]  # the same for all rows of a group
-        names = {each: [keep(base64.b64decode(file)) for file in each.split()]
-                 for each in dict.fromkeys(shown)}  # fmt: skip
+        names = {each: [*map(keep, files_of(each))] for each in dict.fromkeys(shown)}
         rows["images"] = pa.array([names[each] for each in shown], pa.list_(pa.string()))
     return pa.table(rows)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from rllib_llm.shared.columns import IMAGES
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problems, require, unknown_key
 from rllib_llm.shared.messages import blamed_on, raised
@@ -54,7 +55,7 @@ class Invalid:
 
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-_TEXTS = ("prompts", "completions", "completion_messages", "context_messages")
+_TEXTS = ("prompts", "completions", "completion_messages", "context_messages", "images")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class RewardBatch:
     right-padded, completion_mask [B, T] bool; `prompts` and `completions` are B texts (decoded
     once for all functions, special tokens left out), of a conversation what was said before the
     assistant's last turn, and that turn; `context_messages` are B lists of the messages before it,
-    and `completion_messages` of all messages after the first prompt; `columns` hold
+    and `completion_messages` of all messages after the first prompt; `images` are the files that
+    prompts show, see `images.files_text`; `columns` hold
     the data set's other columns, B values each; `global_step` is the number of updates before this
     batch, `max_steps` that of the whole run (0: unknown), `epoch` how often the data set was
     gone through.
@@ -83,6 +85,7 @@ class RewardBatch:
     max_steps: int = 0
     completion_messages: Sequence[Any] | None = None
     context_messages: Sequence[Any] | None = None
+    images: Sequence[str] = ()
 
     @classmethod
     def of_texts(
@@ -137,7 +140,8 @@ class RewardTerm:
     judges read). A parameter
     `trainer_state` gets transformers.TrainerState with global_step, epoch and max_steps. Where the
     function has an attribute `wants_tokens = True` it is called as `function(prompt_ids,
-    prompt_mask, completion_ids, completion_mask)` with tensors. It may be a coroutine function. It
+    prompt_mask, completion_ids, completion_mask)` with tensors; with a parameter `image_files` too,
+    where prompts show images, it is called by keyword. It may be a coroutine function. It
     returns B numbers (list, NumPy array or tensor [B]; in a list None: not judged by this
     function, and `Invalid`: it failed), or a pair of them and {metric name: B numbers}. (The
     convention of trl.GRPOTrainer's reward functions, extended.) Function objects may have a method
@@ -208,7 +212,8 @@ class RewardTerm:
     def call(self, batch: RewardBatch) -> Any:
         """Calls the function with copies of what the batch holds, which it may change; returns an
         awaitable if it is async."""
-        if self.wants_tokens:
+        shows = any(batch.images) and IMAGES in self._named
+        if self.wants_tokens and not shows:
             return self.function(*(getattr(batch, name).clone() for name in _TOKENS))
         lengths = batch.completion_mask.sum(-1).tolist()
         rows = zip(batch.completion_ids.tolist(), lengths, strict=True)
@@ -227,6 +232,8 @@ class RewardTerm:
                 given["prompts"], given["completions"] = begun, said
             elif batch.context_messages is not None:
                 given["messages"] = batch.context_messages
+        if shows:
+            given[IMAGES] = batch.images
         taken = {k: copied([*v]) for k, v in given.items() if self._takes(k)}
         if _STATE in self._named:
             from transformers import TrainerState  # takes seconds, and few ask for it
