@@ -482,7 +482,7 @@ class World:
 
     def _start(self, name):
         settings = ServingSettings(
-            N, self.rules.groups_per_lease, 1, (f"{__name__}.is_not_dull",), max_groups=3,
+            N, self.rules.groups_per_lease, filters=(f"{__name__}.is_not_dull",), max_groups=3,
             in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
         )  # fmt: skip
         self.ends[name] = SamplerEnd(self, name)
