@@ -279,7 +279,7 @@ class Fleet:
             self.later(self._random.uniform(0, INTERVAL_S), self._report, name)
         workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
         self.pool = Pool(self, num_samplers)
-        pulled = workers.Pulled(self.pool, LedgerPort(self), None)
+        pulled = workers.PulledLeases(self.pool, LedgerPort(self), None)
         self._driver = workers.RemoteWorkers(
             self.pool,
             pulled,

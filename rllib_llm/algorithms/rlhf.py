@@ -21,10 +21,11 @@ this process there is one thread, and nobody is woken; nine hops lead to a token
 
 Samplers in actors take the same turns. `RemoteWorkers` looks who died, hangs, left or came back,
 and ends the leases of those; how leases come to samplers is known to the ledger's transport alone.
-They are `Dealt` by the driver, one to each (a call of `RLHFEnvRunner.serve`), which waits for the
-first that answers, dies, or is too late. Or they are `Pulled`, where samplers are at work while the
-learner trains (`max_staleness`, or `schedule="free"`): the ledger is an actor, since nobody could
-ask a driver that learns, and a thread of each sampler's actor takes the turns; five hops:
+They are dealt by the driver (`DealtLeases`), one to each (a call of `RLHFEnvRunner.serve`), which
+waits for the first that answers, dies, or is too late. Or samplers pull them (`PulledLeases`) and
+are at work while the learner trains (`max_staleness`, or `schedule="free"`): the ledger is an
+actor, since nobody could ask a driver that learns, and a thread of each sampler's actor takes the
+turns; five hops:
 
     SamplerThread ─▶ SampleLoop.turn ─▶ SingleRows.step ─▶ HotSwapEngine.step ─▶ TorchEngine.step
       ─▶ Decoder.step

@@ -26,7 +26,13 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.rollouts.workers import Dealt, LocalWorker, Pulled, RemoteWorkers, Workers
+from rllib_llm.rollouts.workers import (
+    DealtLeases,
+    LocalWorker,
+    PulledLeases,
+    RemoteWorkers,
+    Workers,
+)
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
 
@@ -309,7 +315,7 @@ def open_rollouts(
         return RolloutSource(ledger, worker, rules, recorder=recorder, **given)
     if rules.num_parts is not None:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        workers = RemoteWorkers(pool, Dealt(pool.actors, ledger, settings))
+        workers = RemoteWorkers(pool, DealtLeases(pool.actors, ledger, settings))
     else:  # samplers are at work while this process is not
         from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, RemoteLedger
 
@@ -319,6 +325,6 @@ def open_rollouts(
             f"ledger-{uuid.uuid4().hex}", rules, folder, keeps_rejected=recorder.keeps,
             answer_seconds=min(limit, CALL_SECONDS),
         )  # fmt: skip
-        workers = RemoteWorkers(pool, Pulled(pool.actors, ledger, settings, limit))
+        workers = RemoteWorkers(pool, PulledLeases(pool.actors, ledger, settings, limit))
         workers.watch()
     return RolloutSource(ledger, workers, rules, recorder=recorder, **given)

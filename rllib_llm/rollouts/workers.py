@@ -102,7 +102,7 @@ class _Call:
     is_wanted: bool = True
 
 
-class Dealt:
+class DealtLeases:
     """Leases of a ledger in the driver's process: each sampler that is idle is dealt one, which it
     answers by one call.
 
@@ -110,7 +110,7 @@ class Dealt:
     completions are the same. Which of them are late is known from their leases.
     """
 
-    answer_seconds = float("inf")
+    answer_seconds, seconds_between_looks = float("inf"), 0.0
 
     def __init__(self, actors: SamplerActors, ledger: Ledger, settings: ServingSettings) -> None:
         self.ledger, self._actors, self._settings = ledger, actors, settings
@@ -148,7 +148,7 @@ class Dealt:
         """Ends nothing: a sampler is at work on one lease."""
 
 
-class Pulled:
+class PulledLeases:
     """Leases of a ledger in an actor, which samplers ask for by themselves. They are asked to be at
     work, and answer at once.
 
@@ -156,7 +156,7 @@ class Pulled:
         answer_seconds: after which one that does not say that it is at work counts as hung.
     """
 
-    wait_seconds = 0.0
+    wait_seconds, seconds_between_looks = 0.0, SECONDS_BETWEEN_LOOKS
 
     def __init__(
         self, actors: SamplerActors, ledger: RemoteLedger, settings: ServingSettings,
@@ -202,7 +202,7 @@ class RemoteWorkers(Workers):
     def __init__(
         self,
         pool: SamplerPool,
-        leases: Dealt | Pulled,
+        leases: DealtLeases | PulledLeases,
         *,
         starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
     ) -> None:
@@ -215,7 +215,7 @@ class RemoteWorkers(Workers):
         self._gone: dict[int, float] = {}  # those that left, and when
         self._starved: dict[int, StarvedProcesses] = {}  # by worker
         self._num_losses = 0
-        self._looked_for_cores = self._someone_seen = time.monotonic()
+        self._looked = self._looked_for_cores = self._someone_seen = time.monotonic()
         self._error: Exception | None = None  # that ended the watch
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._keep_looking, name="samplers", daemon=True)
@@ -240,7 +240,8 @@ class RemoteWorkers(Workers):
             raise self._error
         with self._pool.lock:
             self._failed.clear()
-            self._look()
+            if time.monotonic() - self._looked >= self._leases.seconds_between_looks:
+                self._look()
             self._require_progress()
 
     def note_progress(self) -> None:
@@ -262,6 +263,7 @@ class RemoteWorkers(Workers):
 
     def _look(self) -> None:
         """Asks those that can be asked, and takes what all answered."""
+        self._looked = time.monotonic()
         self._give_back_of_gone()
         self._allow_for_starvation()
         healthy = [worker for worker in self._pool.healthy() if worker not in self._failed]

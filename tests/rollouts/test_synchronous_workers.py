@@ -22,7 +22,7 @@ from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import Dealt, RemoteWorkers
+from rllib_llm.rollouts.workers import DealtLeases, RemoteWorkers
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
@@ -77,7 +77,7 @@ class Source(RolloutSource):
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
         ledger = Ledger(rules)
-        dealt = Dealt(self.pool.actors, ledger, ServingSettings(2))
+        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2))
         workers = RemoteWorkers(self.pool, dealt, starvation=starvation)
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
