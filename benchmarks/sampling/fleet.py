@@ -67,7 +67,7 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 MEDIAN_S, SIGMA = 20.0, 0.6
 UPDATE_S, RENEW_S, TOLD_S, BACK_S = 2.0, 5.0, 1.0, 30.0
@@ -279,10 +279,10 @@ class Fleet:
             self.later(self._random.uniform(0, INTERVAL_S), self._report, name)
         workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
         self.pool = Pool(self, num_samplers)
-        self._driver = workers.LeasingWorkers(
+        pulled = workers.PulledLeases(self.pool, LedgerPort(self), None)
+        self._driver = workers.RemoteWorkers(
             self.pool,
-            LedgerPort(self),
-            None,
+            pulled,
             starvation=NeverStarved,  # type: ignore[arg-type]
         )
         self.later(0.0, self._look)

@@ -27,7 +27,7 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import RemoteLedger
 from rllib_llm.rollouts.sample_loop import SamplerLedger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 NUM_PROCESSES = 4  # that emulate samplers
 WARM_UP_SECONDS = 2.0

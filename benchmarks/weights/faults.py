@@ -38,10 +38,11 @@ from benchmarks.weights.publish import (
     payload_bytes,
     start_ray,
 )
-from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.loading import ModuleLoader
-from rllib_llm.weights.publisher import BackgroundPublisher
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver, nodes_with_a_copy
 
 CASES = ("transfers", "coordinator", "learner", "lost", "nodes")

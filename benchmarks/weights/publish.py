@@ -47,11 +47,12 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.direct import DirectTransport, has_nixl
 from rllib_llm.weights.flat_buffer import lay_side_by_side, pack, scatter, verify
 from rllib_llm.weights.loading import ModuleLoader
-from rllib_llm.weights.publisher import BackgroundPublisher
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver
 
 NUM_RECEIVERS = 4

@@ -25,7 +25,7 @@ from rllib_llm.rollouts.judged_batch import JudgedBatch, take_rows
 from rllib_llm.rollouts.recorder import AboutRun, RolloutRecorder
 from rllib_llm.shared import columns
 from rllib_llm.shared.storage import UrlPath
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 Groups = dict[str, dict[str, Any]]
 

@@ -19,20 +19,21 @@ this process there is one thread, and nobody is woken; nine hops lead to a token
       ─▶ Sampler.generate ─▶ ModulePolicy.generate ─▶ RLModule.forward_exploration
       ─▶ engines.engine.generate ─▶ Decoder.step
 
-Samplers in actors are dealt one lease each by the driver (`SynchronousWorkers`, a call of
-`RLHFEnvRunner.serve`), which waits for the first that answers, dies, or is too late.
-
-In a run that streams (staleness, filters or over-sampling) the ledger is an actor, and a thread of
-each sampler's actor takes the turns, whatever the driver does; five hops:
+Samplers in actors take the same turns. `RemoteWorkers` looks who died, hangs, left or came back,
+and ends the leases of those; how leases come to samplers is known to the ledger's transport alone.
+They are dealt by the driver (`DealtLeases`), one to each (a call of `RLHFEnvRunner.serve`), which
+waits for the first that answers, dies, or is too late. Or samplers pull them (`PulledLeases`) and
+are at work while the learner trains (`max_staleness`, or `schedule="free"`): the ledger is an
+actor, since nobody could ask a driver that learns, and a thread of each sampler's actor takes the
+turns; five hops:
 
     SamplerThread ─▶ SampleLoop.turn ─▶ SingleRows.step ─▶ HotSwapEngine.step ─▶ TorchEngine.step
       ─▶ Decoder.step
 
 It waits where nothing is in flight: for a lease, which `publish` and `push` bring, or for a judge.
-The driver's thread "samplers" (`LeasingWorkers`) waits for nobody: it looks each second who died,
-hangs, left or came back, and ends the leases of those. What is admitted is the business of the
-ledger alone (`rollouts/ledger.py`). The settings are in `rlhf_config.py`; what an algorithm adds is
-in its learner class.
+What is admitted is the business of the ledger alone (`rollouts/ledger.py`): filters, over-sampling
+and staleness change that. The settings are in `rlhf_config.py`; what an algorithm adds is in its
+learner class.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ from rllib_llm.rollouts.schedule import ServingSettings, StreamRules, texts_are_
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.ray_compat import local_learner
-from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights
-from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
+from rllib_llm.weights.published import PublishedWeights
+from rllib_llm.weights.publisher import WeightsPublisher
 
 if TYPE_CHECKING:
     from rllib_llm.algorithms.custom_loop import CustomLoop, Metrics, PendingCall
@@ -158,7 +159,10 @@ class RLHF(LanguageModelAlgorithm):
     def _open_weights(self) -> WeightsPublisher:
         """The publisher of the learners' weights to samplers, followers and servers."""
         config, background, push = self.config, None, None
-        if (name := config.weights_name) is not None:
+        if (name := config.weights_name) is not None:  # few runs have one
+            from rllib_llm.weights.background import BackgroundPublisher
+            from rllib_llm.weights.coordinator import CoordinatorClient
+
             client = CoordinatorClient(name, keep=config.weights_keep, restarts_hung=True)
             background = BackgroundPublisher(client, checksum=config.weights_checksum)
         if config.weights_push:

@@ -193,9 +193,9 @@ class RLHFConfig(LanguageModelConfig):
 
     @property
     def streams(self) -> bool:
-        """Whether groups stream: a batch is more than consecutive prompts sampled on demand."""
-        filters = [entry.get("filters") for entry in (self.envs or {}).values()]
-        return bool(self.max_staleness or self.filters or any(filters) or self.oversample > 1)
+        """Whether groups stream: samplers are at work while the learner trains. Else a batch is
+        sampled when it is wanted."""
+        return self.max_staleness > 0 or self.schedule == "free"
 
     def stream_rules(self) -> StreamRules:
         """How far samplers may be ahead, and in which order groups are learnt from."""
@@ -206,7 +206,7 @@ class RLHFConfig(LanguageModelConfig):
         return StreamRules(
             num_groups=num_groups,
             max_staleness=self.max_staleness,
-            schedule=self.schedule if self.streams else "lockstep",
+            schedule=self.schedule,
             window=max(self.window, any_begun) if self.streams else 1,
             num_extra=num_extra,
             oversample_keep=self.oversample_keep,
@@ -215,7 +215,9 @@ class RLHFConfig(LanguageModelConfig):
             groups_per_lease=self.groups_per_lease or max(1, num_groups // 8),
             max_rejected=int(self.max_resampling * num_groups),
             num_parts=None if self.streams else self.sampling_parts or max(1, self.num_env_runners),
-            texts_every=min(1, self.log_samples_every) if self.streams else self.log_samples_every,
+            # Where a batch is of several versions, all have texts.
+            texts_every=min(1, self.log_samples_every)
+            if self.streams or num_extra else self.log_samples_every,
             bounds_age=not asks_a_server(self),
             timeout_s=self.sampler_timeout_s,
             env_weights=self.weights_of_envs(),
@@ -236,8 +238,7 @@ class RLHFConfig(LanguageModelConfig):
             oversample_keep=self.oversample_keep,
             env_filters=tuple(tuple(each.filters or ()) for each in envs),
             env_completions=tuple(each.num_completions for each in envs),
-            by_row=self.streams
-            and self.schedule == "free"
+            by_row=self.schedule == "free"
             and takes_rows(self)
             and self.generate_function is None
             and bool(self.num_env_runners),

@@ -10,8 +10,7 @@ from rllib_llm.config.model import StartingPoint
 from rllib_llm.config.sections import wrong
 from rllib_llm.config.tabled_config import flattened
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Engine
-from rllib_llm.engines.registry import ENGINES, engine_class
+from rllib_llm.engines.protocol import ENGINES, Engine, engine_class
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, setting, when

@@ -14,8 +14,8 @@ from rllib_llm.shared.errors import Problem
 from rllib_llm.shared.setting import Condition, Section, Settings, is_set, setting, when
 
 STREAMS = Condition(
-    "groups stream (max_staleness above 0, filters, or oversample above 1)", lambda c: c.streams,
-    "with max_staleness=0, no filters and oversample=1: each batch is sampled when it is wanted",
+    "groups stream (max_staleness above 0, or schedule='free')", lambda c: c.streams,
+    "with max_staleness=0 and schedule='lockstep': each batch is sampled when it is wanted",
     "Set max_staleness=1",
 )  # fmt: skip
 FREE = when(
@@ -49,30 +49,30 @@ class Streaming(Settings):
     schedule: Literal["lockstep", "free"] = setting(
         "lockstep", "the weights that sample a group", note='"lockstep": those that the group\'s '
         'position says, so a run is the same bit for bit whatever time and faults do; "free": the '
-        'newest.', acts=(STREAMS,), reason="it decides which weights sample a group",
+        'newest.', reason="it decides which weights sample a group",
     )  # fmt: skip
     in_flight: Literal["finish", "recompute", "keep"] = setting(
         "finish", "the treatment of completions in flight when new weights arrive",
         note='"finish": they finish on their own weights beside new ones, which needs a second '
         'copy of the weights (with vLLM new ones wait); "recompute": they continue on the new '
         'weights with a recomputed KV cache; "keep": with the old cache. Each token records its '
-        "version.", acts=(STREAMS, FREE, BY_ROW), also="pause_mode",
+        "version.", acts=(FREE, BY_ROW), also="pause_mode",
     )  # fmt: skip
     mask_stale_prefix: bool = setting(
         False, "whether, in completions sampled by several versions, only the tokens of the last "
-        "version are trained", acts=(STREAMS, FREE, BY_ROW),
+        "version are trained", acts=(FREE, BY_ROW),
         also="mask_offpolicy_in_partial_rollout",
     )  # fmt: skip
     window: int = setting(
         1, "the number of groups, counted from the oldest untrained one, from which the next is "
         "chosen", note="1: strict order. Above it, finished groups may overtake unfinished ones, "
         "and a group's age is at most max_staleness + ⌈(window − 1)/P⌉ for P groups per iteration.",
-        unit="groups", least=1, acts=(STREAMS, FREE), also="window_size",
+        unit="groups", least=1, acts=(FREE,), also="window_size",
     )  # fmt: skip
     on_stale: Literal["train", "drop"] = setting(
         "train", "the treatment of groups older than max_staleness when their turn comes, since "
         "others overtook them", note='"drop": count them as rejected (`rollouts/rejected/stale`).',
-        acts=(STREAMS, FREE),
+        acts=(FREE,),
     )  # fmt: skip
     oversample: float = setting(
         1.0, "the ratio of groups in flight to those of an iteration",
@@ -232,7 +232,7 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
     if config.on_stale != "train" and is_lockstep:
         yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
                     "another, so none gets too old", "Set schedule='free'")  # fmt: skip
-    is_ahead = (config.max_staleness or config.oversample > 1
+    is_ahead = (config.streams or config.oversample > 1
                 or config.weights_publish_every > 1)  # fmt: skip
     if is_ahead and config.weights_transport != "store":
         yield wrong(config, "weights_transport", "'store' where samplers are ahead of the learner",

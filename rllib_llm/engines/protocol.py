@@ -4,6 +4,14 @@ finished.
 A row is one completion to be sampled: its prompt, what was sampled of it before, and settings and
 its own randomness. Everything that samples stands on this: a batch is "add all, step until
 empty", a conversation adds a row per turn, a server adds rows as requests come.
+
+    engine: torch | vllm | openai | a dotted path     (the setting)
+       │ engine_class
+       ▼
+    class of `Engine`:  takes_weights, takes_rows, knows_versions, has_logprobs;  rules(config)
+       │ of(config), in the sampler
+       ▼
+    add(rows), step() -> ended, load(weights, version) ...
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import torch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
+from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import Problem, Problems, require
 
 Finish = Literal["stop", "length", "aborted", "error"]
@@ -186,8 +195,8 @@ def check_rows(rows: Sequence[Row], held: Iterable[Hashable], version: int | Non
 class Engine(ABC):
     """Samples from one model. Not thread-safe: one thread owns it (`engine_loop.EngineLoop`).
 
-    The class says what it can. `engines/registry.py` has the names under which the setting `engine`
-    knows engines; a dotted path names any other.
+    The class says what it can. `ENGINES` has the names under which the setting `engine` knows
+    engines; a dotted path names any other.
     """
 
     takes_weights: ClassVar[bool] = True
@@ -209,8 +218,8 @@ class Engine(ABC):
         if not cls.has_logprobs:
             yield Problem("engine", "be another in training", "its tokens cannot be learnt from",
                           "Set it in evaluation_config alone", config.engine)  # fmt: skip
-        if config.streams and not cls.takes_rows:
-            yield Problem("engine", "be another with max_staleness, oversample or filters",
+        if (config.streams or config.oversample > 1) and not cls.takes_rows:
+            yield Problem("engine", "be another with max_staleness, oversample or schedule='free'",
                           "it is asked for whole batches by the newest weights",
                           "Use engine='torch'", config.engine)  # fmt: skip
 
@@ -379,3 +388,23 @@ def _words(seed: int, rows: np.ndarray, count: int, turn: int) -> np.ndarray:
         bits.state = state
         words[i] = bits.random_raw(count)
     return words
+
+
+_HERE = "rllib_llm.engines"
+ENGINES = {
+    "torch": f"{_HERE}.torch_engine.TorchEngine",  # of the sampler's module
+    "vllm": f"{_HERE}.vllm_engine.VLLMEngine",
+    "openai": f"{_HERE}.servers.ServerEngine",
+}
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class of an engine, by its name or its own dotted path; importing it may take seconds.
+
+    Raises:
+        Problems: there is no such class.
+    """
+    found: Any = import_dotted(ENGINES.get(name, name), name="engine")
+    is_engine = isinstance(found, type) and issubclass(found, Engine)
+    require(is_engine, "engine", name, "be a class derived from rllib_llm.engines.protocol.Engine")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from rllib_llm.engines.protocol import (
 )
 from rllib_llm.engines.row_blocks import row_budget
 from rllib_llm.modules.multimodal import other_tensors
-from rllib_llm.modules.text_scores import TextScores, score_text
 from rllib_llm.shared.errors import Problems, require
+
+if TYPE_CHECKING:
+    from rllib_llm.modules.text_scores import TextScores
 
 # --- Published weights put into a model that an engine owns
 
@@ -288,6 +291,8 @@ class TorchEngine(Engine):
         Raises:
             ValueError: the text is longer than the model's positions.
         """
+        from rllib_llm.modules.text_scores import score_text  # servers alone are asked for it
+
         check_positions(self.model.config, len(token_ids) - 1, _ONE_TOKEN)
         return score_text(self.model, token_ids, top)
 

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.sampler import Sampler, SamplingEnvironment, UnjudgedBatch, failed_metrics
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 
 class ConversationSampler(Sampler):
@@ -72,9 +72,14 @@ class ConversationSampler(Sampler):
         start = time.perf_counter()
         environment.env.global_step = generated.step
         judged = judge(environment.env, generated.completions, self.policy.pad_token_id)
-        spent = generated.timings["generate_seconds"]
+        tools, sampling = (
+            float(judged.metrics[name].nan_to_num().sum()) if name in judged.metrics else 0.0
+            for name in ("tool_seconds", "sample_seconds")
+        )
+        # Conversations wait side by side: the share of their time that went into tools.
+        share = tools / (tools + sampling) if tools + sampling > 0 else 0.0
         seconds = {
-            "tool_seconds": spent * _tool_share(judged.metrics),
+            "tool_seconds": generated.timings["generate_seconds"] * share,
             "judge_seconds": time.perf_counter() - start,
         }
         return self._batch(
@@ -102,15 +107,6 @@ class ConversationSampler(Sampler):
                 stride=request.stride, complete=completer(loop, params, self.seed),
                 max_new_tokens=params.max_new_tokens,
             )  # fmt: skip
-
-
-def _tool_share(metrics: Mapping[str, torch.Tensor]) -> float:
-    """Share of the time of conversations, which wait side by side, that went into tools."""
-    tools, sampling = (
-        float(metrics[name].nan_to_num().sum()) if name in metrics else 0.0
-        for name in ("tool_seconds", "sample_seconds")
-    )
-    return tools / (tools + sampling) if tools + sampling > 0 else 0.0
 
 
 def completer(engine: EngineLoop, params: SamplingParams, seed: int) -> Complete:

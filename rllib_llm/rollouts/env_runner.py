@@ -32,7 +32,7 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.typing import StateDict
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.registry import engine_class
+from rllib_llm.engines.protocol import engine_class
 from rllib_llm.envs.bandit import check_env_lengths
 from rllib_llm.envs.registry import check_batched, make
 from rllib_llm.overseer.phases import IDLE, STARTING, Phases
@@ -52,7 +52,7 @@ from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
 if TYPE_CHECKING:
@@ -65,13 +65,6 @@ SAMPLERS = {
     "rllib_llm.envs.conversation.ConversationEnv":
         "rllib_llm.rollouts.conversation_sampler.ConversationSampler",
 }  # fmt: skip
-
-
-def sampler_class(env: Any) -> type[Sampler]:
-    """The class of the sampler that an environment wants."""
-    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__)
-    path = next((SAMPLERS[name] for name in names if name in SAMPLERS), None)
-    return Sampler if path is None else import_dotted(path)
 
 
 class RLHFEnvRunner(EnvRunner, Checkpointable):
@@ -90,7 +83,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         classes = self.config.callbacks_class
         classes = classes if isinstance(classes, (list, tuple)) else [classes]
         self._callbacks = [cls() for cls in classes]
-        self._device = get_device(self.config, _num_gpus(self.config, self.worker_index))
+        num_gpus = self.config.num_gpus_per_env_runner
+        if not self.worker_index:
+            # The driver's own samples with the module of a learner in the same process; its
+            # environment's frozen models belong on the same device.
+            num_gpus = 0 if self.config.num_learners else self.config.num_gpus_per_learner
+        self._device = get_device(self.config, num_gpus)
         self._phase = Phases(STARTING)
         self._link = self._open_link()
         self.listener = Listener(str(self))
@@ -132,7 +130,9 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             if name in self.envs:
                 env = self.envs[name]
                 params = functools.partial(self._sampling_params, config, policy)
-                samplers[i] = sampler_class(env)(
+                names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__)
+                path = next((SAMPLERS[name] for name in names if name in SAMPLERS), None)
+                samplers[i] = (Sampler if path is None else import_dotted(path))(
                     SamplingEnvironment(env, self.worker_index, i if name else None), policy,
                     params=functools.cache(params),  # asked for with each request
                     seed=(self.config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation),
@@ -290,7 +290,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         explore = self.config.explore if explore is None else explore
         batch = self.sampler.sample(SampleRequest(self._position, num_prompts, group, explore))
         self._position += num_prompts
-        self._log_samples(batch)
+        for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
+            self.metrics.log_value(name, batch.num_rollouts, reduce="sum")
+        self.metrics.log_value(
+            NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rollouts, reduce="lifetime_sum"
+        )
+        self.metrics.log_value(EPISODE_RETURN_MEAN, batch.mean_reward(), window=1)
         rows = SampleBatch(batch.columns)
         return [MultiAgentBatch({DEFAULT_MODULE_ID: rows}, env_steps=batch.num_rows)]
 
@@ -323,14 +328,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         make_callback(name, self._callbacks, functions, kwargs=arguments)
 
     # --- RLlib's side ------------------------------------------------------------------------
-
-    def _log_samples(self, batch: JudgedBatch) -> None:
-        for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
-            self.metrics.log_value(name, batch.num_rollouts, reduce="sum")
-        self.metrics.log_value(
-            NUM_ENV_STEPS_SAMPLED_LIFETIME, batch.num_rollouts, reduce="lifetime_sum"
-        )
-        self.metrics.log_value(EPISODE_RETURN_MEAN, batch.mean_reward(), window=1)
 
     def get_metrics(self) -> dict[str, Any]:
         with self._calling_back:
@@ -368,11 +365,3 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             self._link.close()
         stop_streaming(self)
         self.sampler.close()
-
-
-def _num_gpus(config: Any, worker_index: int) -> float:
-    """GPUs of a sampler. The driver's own samples with the module of a learner in the same process;
-    its environment's frozen models belong on the same device."""
-    if worker_index:
-        return config.num_gpus_per_env_runner
-    return 0 if config.num_learners else config.num_gpus_per_learner

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from rllib_llm.shared.messages import short_traceback
 from rllib_llm.shared.remote import ServerError
-from rllib_llm.weights.coordinator import WeightsLostError
+from rllib_llm.weights.published import WeightsLostError
 
 
 class BrokenSamplerError(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rllib_llm.rollouts.mixture import Place
 from rllib_llm.shared.process import TimeLimit
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 UNJUDGED = "unjudged"  # reason for which a group is rejected
 

@@ -14,9 +14,8 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from rllib_llm.engines.hot_swap import HotSwapEngine
 from rllib_llm.engines.protocol import (
     NOT_FINITE,
     Ended,
@@ -26,7 +25,6 @@ from rllib_llm.engines.protocol import (
     Tokens,
     pad_completions,
 )
-from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.images import image_rows
 from rllib_llm.overseer.phases import GENERATING
 from rllib_llm.rollouts.groups import Lease, PartialCompletion
@@ -35,7 +33,10 @@ from rllib_llm.rollouts.policy import ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sampler import Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
+
+if TYPE_CHECKING:
+    from rllib_llm.engines.torch_engine import TorchEngine
 
 Failed = list[tuple[Exception, Sequence[int]]]
 """What was raised, and the positions of the groups that are not sampled for it."""
@@ -173,9 +174,11 @@ class SingleRows(Batches):
         # vLLM has one copy of the weights: new rows wait for those that finish on the old ones.
         if self._settings.in_flight != "finish" or not isinstance(sampler.policy, ModulePolicy):
             return self._engine_of(sampler.policy)
+        from rllib_llm.engines.hot_swap import HotSwapEngine  # few runs need it
+
         sampler.older_policy = sampler.older_policy or sampler.policy.another()
         newest, older = self._engine_of(sampler.policy), self._engine_of(sampler.older_policy)
-        return HotSwapEngine(cast(TorchEngine, newest), cast(TorchEngine, older))
+        return HotSwapEngine(cast("TorchEngine", newest), cast("TorchEngine", older))
 
     def _engine_of(self, policy: SamplingPolicy) -> Engine:
         return policy.open_engine(None, load_weights=functools.partial(self._put, policy))
@@ -308,21 +311,20 @@ class SingleRows(Batches):
             if ended.finish == "error":
                 raise FloatingPointError(NOT_FINITE)
             self._groups[position].ended(i, ended)
-        finished = [p for p, group in self._groups.items() if not group.running]
-        return [self._finished(self._groups.pop(position)) for position in finished]
-
-    def _finished(self, group: CompletionGroup) -> tuple[Lease, UnjudgedBatch]:
-        sampler = self._sampler
-        weights, pad = sampler.weights, sampler.policy.pad_token_id
-        made = pad_completions(
-            group.so_far([]), pad, with_versions=True,
-            prompt_len=group.prompts[columns.PROMPT_IDS].shape[1],
-        ).columns()  # fmt: skip
-        return group.lease, UnjudgedBatch(
-            group.request, weights.version, group.prompts, made, weights.version,
-            weights=weights.metrics(), continues=True,
-            masks_stale_prefix=self._settings.masks_stale_prefix,
-        )  # fmt: skip
+        finished: Finished = []
+        weights = self._sampler.weights
+        for position in [p for p, group in self._groups.items() if not group.running]:
+            group = self._groups.pop(position)
+            made = pad_completions(
+                group.so_far([]), self._sampler.policy.pad_token_id, with_versions=True,
+                prompt_len=group.prompts[columns.PROMPT_IDS].shape[1],
+            ).columns()  # fmt: skip
+            finished.append((group.lease, UnjudgedBatch(
+                group.request, weights.version, group.prompts, made, weights.version,
+                weights=weights.metrics(), continues=True,
+                masks_stale_prefix=self._settings.masks_stale_prefix,
+            )))  # fmt: skip
+        return finished
 
     def renewed(self, weights: PublishedWeights, order: int) -> Partial:
         if not self.is_news(weights, order):

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -426,43 +426,28 @@ def rows_of(closed: Closed) -> JudgedBatch:
 
 
 def batch_of(groups: Sequence[JudgedGroup]) -> JudgedBatch:
-    """The rows of all groups, in this order."""
-    parts = list(_parts(groups))
-    batch = concatenate([part for part, _ in parts])
-    if len(parts) > 1 and all(is_shared for _, is_shared in parts):
-        batch.timings = _spent([part for part, _ in parts])
-    return batch
-
-
-def _parts(groups: Sequence[JudgedGroup]) -> Iterator[tuple[JudgedBatch, bool]]:
-    """The rows of groups one after the other, those of a shared batch at once; and whether they are
-    of such a batch."""
-    for is_shared, of_batch in itertools.groupby(groups, _shared_batch):
+    """The rows of all groups, in this order. Where all lie in batches that their groups share,
+    those of a batch are taken at once, and of samplers that worked in parallel the seconds are
+    those of the slowest."""
+    parts: list[JudgedBatch] = []
+    spent: dict[int, Counter[str]] | None = {}  # by replica; None where some are separate bytes
+    for shared, of_batch in itertools.groupby(
+        groups, lambda group: isinstance(group.payload, Places) and id(group.payload.batch)
+    ):
         payloads = [group.payload for group in of_batch]
-        if is_shared:
-            yield _taken(payloads), True
-        else:
-            yield from ((unpack(payload), False) for payload in payloads)
-
-
-def _shared_batch(group: JudgedGroup) -> int:
-    """Names the batch that a group is a part of; 0 where it is separate bytes."""
-    return id(group.payload.batch) if isinstance(group.payload, Places) else 0
-
-
-def _taken(places: list[Places]) -> JudgedBatch:
-    """These rows of their batch: the batch itself where it is all of it."""
-    batch = places[0].batch
-    if sum(place.last - place.first for place in places) == batch.num_rows:
-        return batch
-    index = [torch.arange(place.first, place.last) for place in places]
-    return take_trimmed(batch, torch.cat(index))
-
-
-def _spent(batches: Sequence[JudgedBatch]) -> dict[str, float]:
-    """Seconds by name: of samplers that work in parallel, those of the slowest."""
-    spent: dict[int, Counter[str]] = {}
-    for batch in batches:
-        replica = int(batch.columns[columns.REPLICA][0])
-        spent.setdefault(replica, Counter()).update(batch.timings)
-    return _largest(list(spent.values()))
+        if not shared:
+            parts += map(unpack, payloads)
+            spent = None
+            continue
+        batch = payloads[0].batch
+        if sum(place.last - place.first for place in payloads) < batch.num_rows:
+            index = [torch.arange(place.first, place.last) for place in payloads]
+            batch = take_trimmed(batch, torch.cat(index))
+        parts.append(batch)
+        if spent is not None:
+            replica = int(batch.columns[columns.REPLICA][0])
+            spent.setdefault(replica, Counter()).update(batch.timings)
+    batch = concatenate(parts)
+    if len(parts) > 1 and spent is not None:
+        batch.timings = _largest(list(spent.values()))
+    return batch

@@ -37,7 +37,7 @@ from rllib_llm.rollouts.mixture import Mixture, News
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
 from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
 from rllib_llm.shared.process import TimeLimit
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 _CAPACITIES_REMEMBERED = 4  # of closed groups whose leases are still known
 _OWN = ("rules", "_clock", "_weights")  # of a process

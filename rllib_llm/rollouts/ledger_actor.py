@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,7 +22,7 @@ from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.shared.remote import NAMESPACE, NamedActor
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 # Calls that change the table, and those that only ask, which are not written.
 ASKED = ("state", "look")
@@ -275,7 +275,3 @@ class RemoteLedger:
         if ray.is_initialized():
             self.named.end()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-LedgerCalls: TypeAlias = Ledger | RemoteLedger
-"""The driver's interface to a ledger."""

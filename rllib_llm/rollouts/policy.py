@@ -1,7 +1,7 @@
 """Whatever generates for a sampler: an RLModule, or any other engine.
 
     ModulePolicy   an RLModule: batches by `engines.engine.generate`, rows in a `TorchEngine`
-    EnginePolicy   a class of `engines.registry`: batches and rows in it
+    EnginePolicy   a class of `engines.protocol`: batches and rows in it
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from ray.rllib.core.rl_module.rl_module import RLModule
@@ -31,11 +31,13 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.images import FILES, image_rows, refuse_images
 from rllib_llm.modules.model_source import text_config
-from rllib_llm.rollouts.generate_function import FunctionGenerator
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.loading import ModuleLoader, differing
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.generate_function import FunctionGenerator
 
 LoadWeights: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 EVALUATION_SEED = 1_000_003  # added to the seed, so that evaluation has other noise

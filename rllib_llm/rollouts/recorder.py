@@ -214,23 +214,17 @@ def _texts(batch: JudgedBatch, tokenizer: Any) -> dict[str, pa.Array]:
     if tokenizer is None or columns.COMPLETION_MASK not in have:
         return {}
     prompts = _Ragged(have[columns.PROMPT_MASK]).rows(have[columns.PROMPT_IDS])
+    # Each is decoded once. The chat template's text is kept, a BOS token added by encoding is not.
+    distinct = {tuple(ids): "" for ids in prompts}
+    bare = [ids[1:] if ids[:1] == (tokenizer.bos_token_id,) else ids for ids in distinct]
+    decoded = tokenizer.batch_decode(bare, clean_up_tokenization_spaces=False)
+    found = dict(zip(distinct, decoded, strict=True))
     completions = _Ragged(have[columns.COMPLETION_MASK]).rows(have[columns.COMPLETION_IDS])
     texts = decode_completions(tokenizer, [ids[-1] for ids in prompts], completions)
     return {
-        "prompt": pa.array(_prompt_texts(tokenizer, prompts), pa.string()),
+        "prompt": pa.array([found[tuple(ids)] for ids in prompts], pa.string()),
         "completion": pa.array(texts, pa.string()),
     }
-
-
-def _prompt_texts(tokenizer: Any, prompts: list[list[int]]) -> list[str]:
-    """Prompts as text, each decoded once; the chat template's text is kept, a BOS token added by
-    encoding is not."""
-    distinct = {tuple(ids): "" for ids in prompts}
-    heads = (tokenizer.bos_token_id,)
-    bare = [ids[1:] if ids[:1] == heads else ids for ids in distinct]
-    decoded = tokenizer.batch_decode(bare, clean_up_tokenization_spaces=False)
-    found = dict(zip(distinct, decoded, strict=True))
-    return [found[tuple(ids)] for ids in prompts]
 
 
 Status = Literal["trained", "rejected", "failed", "evaluated"]

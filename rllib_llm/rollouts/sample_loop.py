@@ -18,12 +18,11 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
 from rllib_llm.rollouts.errors import SampleFailure
-from rllib_llm.rollouts.filters import Filters, merit
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.in_flight import open_in_flight
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, pack
@@ -31,7 +30,10 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
+
+if TYPE_CHECKING:
+    from rllib_llm.rollouts.filters import Filters
 
 WAIT_SECONDS = 2.0  # for work, before it is asked for again
 SECONDS_BETWEEN_RENEWALS = 0.2  # which bring news of weights
@@ -118,7 +120,13 @@ class SampleLoop:
     def __init__(self, ledger: SamplerLedger, sampler: Sampler, settings: ServingSettings) -> None:
         self._ledger, self._sampler, self._settings = ledger, sampler, settings
         self.in_flight = open_in_flight(sampler, settings)
-        self._filters = functools.cache(lambda env: Filters(settings.filters_of(env)))
+
+        def filters_of(env: int) -> Filters:
+            from rllib_llm.rollouts.filters import Filters  # few runs need it
+
+            return Filters(settings.filters_of(env))
+
+        self._filters = functools.cache(filters_of)
         self._threads = ThreadPoolExecutor(MAX_JUDGING, thread_name_prefix="judging")
         self._judging: list[tuple[Lease, Sequence[int], Future[list[JudgedGroup]]]] = []
         self._asked: Future[list[Lease]] | None = None  # for leases
@@ -154,7 +162,10 @@ class SampleLoop:
                 for held, partial in self.in_flight.renewed(newest, order).items():
                     self._tell(held, self._ledger.call("keep_partial", held, partial))
         except Exception as error:  # noqa: BLE001  (the border of the process)
-            self._fail(error)
+            # Caused by none of the groups in the engine, whose state can no longer be trusted.
+            self._ledger.give_back(error, self._holding() - self.in_flight.leases)
+            self.in_flight.close()
+            self.in_flight = open_in_flight(self._sampler, self._settings)
         return is_at_work
 
     def _leased(self) -> list[Lease]:
@@ -206,16 +217,19 @@ class SampleLoop:
     def _judged(self, generated: UnjudgedBatch) -> list[JudgedGroup]:
         """The groups of a batch, judged and filtered."""
         judged = self._sampler.judge(generated, beside=self._settings.judges_beside)
-        request = generated.request
+        request, keep = generated.request, self._settings.oversample_keep
         min_valid = min(self._settings.min_valid, request.num_completions)
         groups = judged_groups(judged, min_valid=min_valid)
-        filters, keep = self._filters(request.env), self._settings.oversample_keep
-        if filters.names or generated.continues or keep != "first":
+        if generated.continues:
+            groups = [dataclasses.replace(group, continues=True) for group in groups]
+        if keep != "first" or self._settings.filters_of(request.env):
+            from rllib_llm.rollouts.filters import merit
+
+            reason = self._filters(request.env).reason
             rows = (opened(group.payload).to("cpu") for group in groups)
             groups = [
                 dataclasses.replace(
-                    group, continues=generated.continues, merit=merit(batch, keep),
-                    reason=group.reason or filters.reason(batch),
+                    group, merit=merit(batch, keep), reason=group.reason or reason(batch)
                 )
                 for group, batch in zip(groups, rows, strict=True)
             ]  # fmt: skip
@@ -255,13 +269,6 @@ class SampleLoop:
         (asked, call), self._renewing = self._renewing, None
         held, newest, order = call.result()
         return asked - set(held), newest, order
-
-    def _fail(self, error: Exception) -> None:
-        """Returns all groups in the engine, whose state can no longer be trusted, after an
-        exception that none of them caused."""
-        self._ledger.give_back(error, self._holding() - self.in_flight.leases)
-        self.in_flight.close()
-        self.in_flight = open_in_flight(self._sampler, self._settings)
 
     def close(self) -> None:
         """Frees its memory."""

@@ -31,7 +31,7 @@ from rllib_llm.rollouts.judged_batch import NO_VERSION, JudgedBatch, SampleReque
 from rllib_llm.rollouts.policy import Generation, SamplingPolicy
 from rllib_llm.shared import columns
 from rllib_llm.shared.process import CpuClock
-from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
 
 MAX_JUDGING = 16  # batches of completions that are judged at the same time
@@ -52,17 +52,6 @@ class SamplingEnvironment:
         self._turns = threading.RLock()
         self._places: queue.SimpleQueue[SamplingEnvironment] | None = None
 
-    def _judging_places(self) -> queue.SimpleQueue[SamplingEnvironment]:
-        """Environments that judge in threads beside this one; one that overrides judging is never
-        called by two threads at once."""
-        places: queue.SimpleQueue[SamplingEnvironment] = queue.SimpleQueue()
-        if not isinstance(self.env, BanditEnv):
-            places.put(self)
-            return places
-        for _ in range(MAX_JUDGING if type(self.env) is BanditEnv else 1):
-            places.put(SamplingEnvironment(self.env.fork(), self._replica, self._number))
-        return places
-
     @contextlib.contextmanager
     def judging(self, request: SampleRequest) -> Iterator[SamplingEnvironment]:
         """An environment that has handed out the prompts of `request` and judges completions of
@@ -71,7 +60,13 @@ class SamplingEnvironment:
         """
         with self._turns:
             if self._places is None:
-                self._places = self._judging_places()
+                self._places = queue.SimpleQueue()
+                # One that overrides judging is never called by two threads at once.
+                for _ in range(MAX_JUDGING if type(self.env) is BanditEnv else 1):
+                    self._places.put(
+                        SamplingEnvironment(self.env.fork(), self._replica, self._number)
+                        if isinstance(self.env, BanditEnv) else self
+                    )  # fmt: skip
         place = self._places.get()
         try:
             with self._turns if place is self else contextlib.nullcontext():

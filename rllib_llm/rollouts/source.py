@@ -23,21 +23,22 @@ from rllib_llm.rollouts.errors import BrokenSamplerError, NoServerError, SampleF
 from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger import Ledger
-from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, LedgerCalls, RemoteLedger
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.workers import (
-    LeasingWorkers,
+    DealtLeases,
     LocalWorker,
-    SynchronousWorkers,
+    PulledLeases,
+    RemoteWorkers,
     Workers,
-)  # fmt: skip
+)
 from rllib_llm.shared.process import LEAST_SECONDS
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.env_runner import RLHFEnvRunner
+    from rllib_llm.rollouts.ledger_actor import RemoteLedger
     from rllib_llm.rollouts.replay import ReplayBuffer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class RolloutSource:
     """
 
     def __init__(
-        self, ledger: LedgerCalls, workers: Workers, rules: StreamRules, *,
+        self, ledger: Ledger | RemoteLedger, workers: Workers, rules: StreamRules, *,
         recorder: RolloutRecorder, publish_again: Callable[[str], PublishedWeights],
         tell: Callable[[int], None] = lambda num_groups: None, replay: ReplayBuffer | None = None,
     ) -> None:  # fmt: skip
@@ -305,24 +306,25 @@ def open_rollouts(
         folder: for the journal of a ledger in an actor, which goes with the run.
         given: see `RolloutSource`.
     """
-    workers: Workers
-    ledger: LedgerCalls
-    is_synchronous = rules.num_parts is not None
+    ledger: Ledger | RemoteLedger
     if not pool.num_samplers:  # nothing could replace a sampler that is this very process
         assert local is not None, "a group without remote samplers has a local one"
         rules = dataclasses.replace(rules, timeout_s=None)
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        workers = LocalWorker(local.sampler, ledger, settings)
-    elif is_synchronous:
+        worker = LocalWorker(local.sampler, ledger, settings)
+        return RolloutSource(ledger, worker, rules, recorder=recorder, **given)
+    if rules.num_parts is not None:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        workers = SynchronousWorkers(pool, ledger, settings)
-    else:
+        workers = RemoteWorkers(pool, DealtLeases(pool.actors, ledger, settings))
+    else:  # samplers are at work while this process is not
+        from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, RemoteLedger
+
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
         limit = rules.timeout_s if isinstance(rules.timeout_s, (int, float)) else LEAST_SECONDS
         ledger = RemoteLedger(
             f"ledger-{uuid.uuid4().hex}", rules, folder, keeps_rejected=recorder.keeps,
             answer_seconds=min(limit, CALL_SECONDS),
         )  # fmt: skip
-        workers = LeasingWorkers(pool, ledger, settings, answer_seconds=limit)
+        workers = RemoteWorkers(pool, PulledLeases(pool.actors, ledger, settings, limit))
         workers.watch()
     return RolloutSource(ledger, workers, rules, recorder=recorder, **given)

@@ -14,62 +14,14 @@ import asyncio
 import contextlib
 import os
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import ray
 
 from rllib_llm.shared.remote import NAMESPACE, PASSING, NamedActor
-
-
-class WeightsLostError(RuntimeError):
-    """Published weights could not be fetched and must be published again.
-
-    key: of the publication; empty where there is none.
-    """
-
-    def __init__(self, message: str, key: str = ""):
-        super().__init__(message)
-        self.key = key
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """One version of the policy's weights.
-
-    `version` counts learner updates; `key` is unique for every publication, since after a restore
-    the same version may mean other weights. `ref` holds the object reference of a `FlatBuffer`
-    (inside a tuple, so that Ray does not fetch it before it is wanted), one of each learner's part
-    where learners hold shards, or none where sampler and learner share the module. `epoch` says
-    whose count `version` is: a learner that was restarted or restored has a higher one, and counts
-    on from any number (0: there are no other receivers).
-    `nodes`: ids of the nodes that are about to pull, which take turns (`receiver.py`).
-    """
-
-    version: int
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    ref: tuple[ray.ObjectRef, ...] = ()
-    num_bytes: int = 0
-    publish_seconds: float = 0.0
-    epoch: int = 0
-    nodes: tuple[str, ...] = ()
-    published_at: float = field(default_factory=time.time)  # seconds since 1970
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Grows with every publication; not with the same weights put into the store again."""
-        return self.epoch, self.version
-
-    @property
-    def age_seconds(self) -> float:
-        """Seconds since the publication, by the clocks of both machines."""
-        return max(0.0, time.time() - self.published_at)
-
-
-# --- Which weights are the newest, as one process knows it
+from rllib_llm.weights.published import PublishedWeights
 
 
 class Announced(str, Enum):

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -24,9 +24,12 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
 
 from rllib_llm.shared.remote import backoff_seconds
-from rllib_llm.weights.coordinator import CoordinatorClient, PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import ChecksumError, FlatBuffer, TicketError, join, verify
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.transport import Transports
+
+if TYPE_CHECKING:
+    from rllib_llm.weights.coordinator import CoordinatorClient
 
 # --- Nodes that want the same weights take turns: each that has them gives them to one more
 

@@ -8,7 +8,7 @@ import torch
 
 from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.engines.test_decode_probe import STATEFUL, spread_out
 from tests.engines.tiny_generations import seeded

@@ -153,7 +153,21 @@ def test_evaluation_does_not_stop_a_stream_nor_change_it(undisturbed):
     assert all("eval" in result for result in results)  # the first is before training
 
 
-def test_without_staleness_filters_or_surplus_the_ledger_is_no_actor():
+def test_filters_and_a_surplus_change_what_is_admitted_and_nothing_else():
+    """They made a stream of a synchronous run, with a ledger in an actor and other batches."""
+    for config in (
+        streaming(2, max_staleness=0, filters=["distinct"]),
+        streaming(2, max_staleness=0, oversample=1.5),
+        tiny.grpo().environments(sums={"env": "Arithmetic", "filters": ["distinct"]}),
+    ):
+        assert not config.streams
+    for config in (streaming(2), streaming(2, max_staleness=0, schedule="free")):
+        assert config.streams and config.stream_rules().num_parts is None
+    rules = streaming(2, max_staleness=0, filters=["distinct"], oversample=1.5).stream_rules()
+    assert (rules.num_parts, rules.num_extra) == (2, 2)
+
+
+def test_without_staleness_the_ledger_is_no_actor():
     with tiny.built(tiny.grpo()) as algorithm:
         told = algorithm.train()["rollouts"]
         assert type(algorithm.rollouts._ledger).__name__ == "Ledger"
@@ -161,14 +175,10 @@ def test_without_staleness_filters_or_surplus_the_ledger_is_no_actor():
     assert told["groups_trained"] == 4 and told["age_max"] == 0.0
 
 
-def test_a_synchronous_run_is_the_stream_without_staleness(undisturbed):
-    """A filter that lets everything pass makes a stream of it, and changes nothing where as many
-    groups are sampled together."""
+def test_a_filter_that_lets_everything_pass_changes_nothing():
     with tiny.built(tiny.grpo()) as algorithm:
         expected = tiny.train(algorithm, 3), tiny.weights(algorithm)
-    metrics, weights, _ = learn(
-        streaming(max_staleness=0, filters=[f"{__name__}.all_pass"], groups_per_lease=4), 3
-    )
+    metrics, weights, _ = learn(streaming(max_staleness=0, filters=[f"{__name__}.all_pass"]), 3)
     assert metrics == expected[0]
     tiny.assert_same_weights(weights, expected[1])
 
@@ -230,8 +240,15 @@ def has_even_best(group):
 
 
 @pytest.mark.slow
-def test_filters_are_deterministic_in_lockstep():
-    learnt = [learn(streaming(n, filters=[f"{__name__}.has_even_best"]), 3) for n in (0, 2)]
+@pytest.mark.parametrize("settings", [{}, {"max_staleness": 0},
+                                      {"max_staleness": 0, "oversample": 1.5}])  # fmt: skip
+def test_filters_are_deterministic_in_lockstep(settings):
+    """Whoever samples which part, and where groups are carried over to the next update."""
+    filters = [f"{__name__}.has_even_best"]
+    learnt = [
+        learn(streaming(n, filters=filters, **settings).sampling(sampling_parts=2), 3)
+        for n in (0, 2)
+    ]
     assert learnt[0][0] == learnt[1][0]
     tiny.assert_same_weights(learnt[0][1], learnt[1][1])
 
@@ -323,7 +340,7 @@ def test_settings_that_cannot_be():
         tiny.grpo().weights(publish_every=2).validate()
     # Nothing is carried over, so all is fresh.
     assert not tiny.grpo().streaming(oversample=1.25, oversample_keep="best_score").problems()
-    with pytest.warns(UserWarning, match="schedule='free' has no effect with max_staleness=0"):
-        streaming(max_staleness=0, schedule="free").validate()
+    with pytest.warns(UserWarning, match="groups_per_lease=2 has no effect with max_staleness=0"):
+        streaming(max_staleness=0, groups_per_lease=2).validate()
     with contextlib.suppress(UserWarning):
         streaming(schedule="free", window=4, on_stale="drop").validate()

@@ -62,7 +62,7 @@ def test_training_with_a_server_wants_tokens_and_the_run_s_weights():
     with pytest.raises(ValueError, match="come with weights_name or weights_push"):
         config.validate()
     config.sampling(engine_settings=server).streaming(max_staleness=1)
-    with pytest.raises(ValueError, match="max_staleness, oversample or filters"):
+    with pytest.raises(ValueError, match="max_staleness, oversample or schedule"):
         config.validate()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.rollouts.judged_batch import SampleRequest
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, judged
 

@@ -8,7 +8,7 @@ from collections import Counter
 from rllib_llm.rollouts.groups import JudgedGroup, PartialCompletion
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 
 class Clock:

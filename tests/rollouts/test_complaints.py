@@ -17,7 +17,7 @@ from rllib_llm.rollouts.ledger_actor import LedgerActor
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, judged, ledger, partial, serve
 
 # --- staleness -------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.judged_batch import SampleRequest
 from rllib_llm.rollouts.sampler import SamplingEnvironment
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack, unpack
 from rllib_llm.weights.loading import can_map_read_only
+from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import (
     assert_same_batch,

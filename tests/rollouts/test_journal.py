@@ -13,7 +13,7 @@ from rllib_llm.rollouts.ledger_actor import JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.rollouts.workers import Workers
-from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from tests.rollouts.simulated import Clock, judged
 
 RULES = StreamRules(num_groups=2, max_staleness=1)

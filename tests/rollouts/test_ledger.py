@@ -10,7 +10,7 @@ import pytest
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.groups import Ending, GroupTable
 from rllib_llm.rollouts.schedule import texts_are_due
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, judged, ledger, partial, serve
 
 SEEDS = range(8)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rllib_llm.engines.params import SamplingParams
-from rllib_llm.engines.protocol import Ended, Engine, Noise, Row, Tokens
-from rllib_llm.engines.registry import ENGINES, engine_class
+from rllib_llm.engines.protocol import ENGINES, Ended, Engine, Noise, Row, Tokens, engine_class
 from rllib_llm.rollouts.policy import EnginePolicy, Generation
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems

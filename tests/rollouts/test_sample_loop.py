@@ -23,7 +23,7 @@ from rllib_llm.rollouts.sample_loop import (
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared import columns
 from rllib_llm.shared.messages import Listener
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 from tests.rollouts.world import N, ScriptedSampler

@@ -15,7 +15,7 @@ import pytest
 
 from rllib_llm.rollouts.ledger_actor import CALLS, JournaledLedger
 from rllib_llm.rollouts.schedule import StreamRules
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock, Run, ledger, serve
 
 NUM_SIGNALS, NUM_BATCHES = 100, 60

@@ -22,9 +22,9 @@ from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import SynchronousWorkers
+from rllib_llm.rollouts.workers import DealtLeases, RemoteWorkers
 from rllib_llm.shared.openai_client import ServerError
-from rllib_llm.weights.coordinator import WeightsLostError
+from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.simulated import Clock
 from tests.rollouts.tiny_samplers import (
@@ -77,7 +77,8 @@ class Source(RolloutSource):
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
         ledger = Ledger(rules)
-        workers = SynchronousWorkers(self.pool, ledger, ServingSettings(2), starvation=starvation)
+        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2))
+        workers = RemoteWorkers(self.pool, dealt, starvation=starvation)
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
             tell=tell or (lambda num_groups: None),
@@ -154,7 +155,7 @@ def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, time
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     group = ScriptedActors(samplers[:1], does=[HANGS])
     used = source(group, timeout_s=timeout_s, starvation=lambda pids: Starved(clock))
-    used._ledger = used._workers._ledger = Ledger(used._rules, clock=clock)
+    used._ledger = used._workers._leases.ledger = Ledger(used._rules, clock=clock)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):

@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rllib_llm.rollouts import workers as module
-from rllib_llm.rollouts.errors import Faults
+from rllib_llm.rollouts.errors import Faults, SampleFailure
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
-from rllib_llm.rollouts.workers import SECONDS_GONE, LeasingWorkers
+from rllib_llm.rollouts.workers import SECONDS_GONE, PulledLeases, RemoteWorkers
 
 
 class Actors:
@@ -87,9 +87,9 @@ def world(monkeypatch, starvation):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     actors, ledger = Actors(1, 2), Ledger()
-    workers = LeasingWorkers(
-        SamplerPool(actors, Faults()), ledger, ServingSettings(1), starvation=starvation
-    )
+    leases = PulledLeases(actors, ledger, ServingSettings(1))
+    workers = RemoteWorkers(SamplerPool(actors, Faults()), leases, starvation=starvation)
+    workers._look()
     return workers, actors, ledger, now
 
 
@@ -207,11 +207,12 @@ def test_one_whose_stream_ended_is_not_asked_again_before_the_driver_has_heard_o
     asked = []
     call = actors.call
     actors.call = lambda worker, *args: (asked.append(worker), call(worker, *args))[1]
-    actors.answer = lambda call: "a failure" if call == 2 else None
+    failure = SampleFailure("a failure", "")
+    actors.answer = lambda call: failure if call == 2 else None
     for _ in range(3):
         now[0] += 1.0
-        workers._look_if_due()
-    assert ledger.called == [("give_back", "2", "a failure")] and asked == [1, 1, 1]
+        workers._look()
+    assert ledger.called == [("give_back", "2", failure)] and asked == [1, 2, 1, 1]
     actors.answer = lambda call: None
     look(workers, now)
-    assert asked == [1, 1, 1, 1, 2]
+    assert asked == [1, 2, 1, 1, 1, 2]

@@ -12,7 +12,7 @@ from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 
 NUM_COMPLETIONS = 3  # of each prompt that is streamed
 

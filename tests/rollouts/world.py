@@ -25,9 +25,9 @@ from rllib_llm.rollouts.sample_loop import SampleLoop, SamplerLedger
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import LeasingWorkers
+from rllib_llm.rollouts.workers import PulledLeases, RemoteWorkers
 from rllib_llm.shared import columns
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock
 
 N = 2  # completions of a prompt
@@ -472,9 +472,9 @@ class World:
         self.hung: set[str] = set()
         self.pool = ScriptedPool(self, num_samplers)
         self.works = {name: self._start(name) for name in self.pool.names}
-        self.driver = LeasingWorkers(
-            self.pool, self.ledger, None, answer_seconds=5 * LIMIT, starvation=NeverStarved
-        )
+        pulled = PulledLeases(self.pool, self.ledger, None, answer_seconds=5 * LIMIT)
+        self.driver = RemoteWorkers(self.pool, pulled, starvation=NeverStarved)
+        self.driver._look()
         self.version = 0
         self.num_events = 0
         # Where much is amiss no row lives long.
@@ -482,7 +482,7 @@ class World:
 
     def _start(self, name):
         settings = ServingSettings(
-            N, self.rules.groups_per_lease, 1, (f"{__name__}.is_not_dull",), max_groups=3,
+            N, self.rules.groups_per_lease, filters=(f"{__name__}.is_not_dull",), max_groups=3,
             in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
         )  # fmt: skip
         self.ends[name] = SamplerEnd(self, name)

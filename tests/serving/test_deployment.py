@@ -28,8 +28,8 @@ from rllib_llm.serving.deployment import check_port
 from rllib_llm.serving.settings import ServeSettings
 from rllib_llm.serving.weight_sources import RunSource
 from rllib_llm.shared.errors import Problems
+from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.coordinator import CoordinatorClient
-from rllib_llm.weights.publisher import BackgroundPublisher
 from tests import tiny_models
 from tests.cli.said import said
 from tests.ports import free_port

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rllib_llm.serving.weight_sources import RunSource
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.weights.fakes import Coordinator, Store
 

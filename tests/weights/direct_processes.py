@@ -17,9 +17,9 @@ from ray.experimental.rdt import (
     register_tensor_transport,
 )
 
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.direct import DirectTransport
 from rllib_llm.weights.flat_buffer import unpack
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver
 
 

@@ -10,8 +10,8 @@ import torch
 from ray.cluster_utils import Cluster
 
 from benchmarks.weights.publish import CHUNK_BYTES, chunks_sent, start_cluster
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import FlatBuffer, Slot, unpack
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsReceiver, nodes_with_a_copy
 
 NUM_NODES = 6  # beside the learner's

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ray.exceptions import GetTimeoutError
 
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.flat_buffer import unpack
-from rllib_llm.weights.publisher import BackgroundPublisher
+from rllib_llm.weights.published import PublishedWeights
 from tests.weights.fakes import Coordinator, Store
 
 LONG = 60.0  # seconds that nothing here takes

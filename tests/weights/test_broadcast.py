@@ -7,9 +7,10 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError
 
-from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
+from rllib_llm.weights.background import BackgroundPublisher
 from rllib_llm.weights.flat_buffer import pack, unpack
-from rllib_llm.weights.publisher import BackgroundPublisher, WeightsPublisher
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
+from rllib_llm.weights.publisher import WeightsPublisher
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms.tiny_runs import ppo
 from tests.learners import tiny_learners

@@ -11,9 +11,10 @@ import pytest
 import ray
 import torch
 
-from rllib_llm.weights.coordinator import NAMESPACE, Announced, CoordinatorClient, PublishedWeights
+from rllib_llm.weights.background import BackgroundPublisher
+from rllib_llm.weights.coordinator import NAMESPACE, Announced, CoordinatorClient
 from rllib_llm.weights.flat_buffer import unpack
-from rllib_llm.weights.publisher import BackgroundPublisher
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import WeightsFollower
 
 LONG = 600.0  # seconds that nothing here takes

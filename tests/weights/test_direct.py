@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from rllib_llm.weights import direct
-from rllib_llm.weights.coordinator import WeightsLostError
 from rllib_llm.weights.direct import DirectSnapshot, has_nixl
 from rllib_llm.weights.flat_buffer import FlatBuffer
+from rllib_llm.weights.published import WeightsLostError
 from rllib_llm.weights.publisher import WeightsPublisher
 from tests.algorithms import tiny_runs as tiny
 from tests.learners import tiny_learners

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import TicketError, pack, unpack
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import PAUSE_SECONDS, WeightsFollower, WeightsReceiver
 from tests.weights.fakes import Coordinator, Store
 

@@ -16,13 +16,13 @@ import ray
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.direct import (
     CudaIpcTransport,
     CudaMemory,
 )
 from rllib_llm.weights.flat_buffer import FlatBuffer, TicketError, unpack
 from rllib_llm.weights.loading import ModuleLoader
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.publisher import WeightsPublisher
 from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms.tiny_runs import ppo

@@ -10,7 +10,7 @@ import ray
 
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.judged_batch import SampleRequest
-from rllib_llm.weights.coordinator import PublishedWeights
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.publisher import export_module
 from tests.algorithms import tiny_runs as tiny
 from tests.docs.code_blocks import blocks_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.weights.coordinator import PublishedWeights
 from rllib_llm.weights.flat_buffer import pack
+from rllib_llm.weights.published import PublishedWeights
 from rllib_llm.weights.receiver import (
     MAX_WAIT_SECONDS,
     POLL_SECONDS,

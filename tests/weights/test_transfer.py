@@ -15,8 +15,8 @@ from ray.exceptions import (
 )
 
 from rllib_llm.shared.remote import backoff_seconds
-from rllib_llm.weights.coordinator import PublishedWeights, WeightsLostError
 from rllib_llm.weights.flat_buffer import FlatBuffer, TicketError, pack
+from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from rllib_llm.weights.receiver import WeightsReceiver
 
 PUBLISHED = PublishedWeights(3, ref=("ref",))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.weights.coordinator import Announced, PublishedWeights, VersionLog
+from rllib_llm.weights.coordinator import Announced, VersionLog
+from rllib_llm.weights.published import PublishedWeights
 
 
 class Clock:
