@@ -100,7 +100,7 @@ class RLHF(LanguageModelAlgorithm):
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
         self._server: Any = None  # beside the run
-        self._restored: tuple[int, FlatBuffer] | tuple[()] = ()  # weights to be published next
+        self._older_weights: tuple[int, FlatBuffer] | tuple[()] = ()  # to be published next
         self.faults = Faults()
         self.num_evaluations_skipped = 0  # in a row
         self._pools: dict[EnvRunnerGroup, SamplerPool] = {}
@@ -298,7 +298,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def _publish(self, env_weights: tuple[float, ...] | None = None) -> None:
         # The same version may mean other weights after a restore: every sampler loads them.
-        older, self._restored = self._restored, ()
+        older, self._older_weights = self._older_weights, ()
         published = self.weights.publish(*(older or (self.weights_version,)))
         self.rollouts.publish(published, env_weights, self.weights_version)
 
@@ -482,7 +482,7 @@ class RLHF(LanguageModelAlgorithm):
                 self.weights_version = own["weights_version"]
                 self.eval_metrics = own["eval_metrics"]
                 if self.config.weights_publish_every > 1:
-                    self._restored = own.get("published", ())
+                    self._older_weights = own.get("published", ())
                 self.rollouts.set_state(own)
                 self.recorder.set_state(own.get("recorded", {}))
                 if self.env_weights is not None and own.get("env_weights"):

@@ -107,23 +107,23 @@ def score_completions(
     """
     rows = completion_rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     rows = replace(rows, shown=shown, is_traced=routing is not None)
-    run = _run(model, rows, hidden, routing)
+    run = replace(_run(model, rows, hidden, routing), asked_chunk_tokens=logits_chunk_tokens)
     wanted = run.wanted
-    logprobs, entropies = _stats(run, temperature, entropy, logits_chunk_tokens)
+    logprobs, entropies = _stats(run, temperature, entropy)
     full, distilled = None, None
     if isinstance(temperature, Tensor):
         assert full_kl_to is None and distill_to is None and not likeliest, "one for all rows"
         temperature = 1.0
     if full_kl_to is not None:
-        (kl,) = _beside(run, full_kl_to, rows, temperature, logits_chunk_tokens,
+        (kl,) = _beside(run, full_kl_to, rows, temperature,
                         lambda logits, others: (full_kl(logits, others),))  # fmt: skip
         full = wanted.unpack(kl)
     if distill_to is not None:
         if distill_to.prompts is not None:
             rows = completion_rows(*distill_to.prompts, completion_ids, completion_mask)
-        stats = _distillation(run, distill_to, rows, temperature, logits_chunk_tokens)
+        stats = _distillation(run, distill_to, rows, temperature)
         distilled = tuple(map(wanted.unpack, stats))
-    top = _likeliest(run, likeliest, temperature, logits_chunk_tokens) if likeliest else None
+    top = _likeliest(run, likeliest, temperature) if likeliest else None
     return CompletionOutputs(
         likeliest=top and (wanted.unpack(top[0]), wanted.unpack(top[1])),
         logprobs=wanted.unpack(logprobs),
@@ -149,8 +149,8 @@ def text_logprobs(
     """
     rows = text_rows(input_ids, attention_mask, loss_mask)
     rows = replace(rows, shown=shown, is_traced=routing is not None)
-    run = _run(model, rows, False, routing)
-    logprobs, _ = _stats(run, 1.0, False, logits_chunk_tokens)
+    run = replace(_run(model, rows, False, routing), asked_chunk_tokens=logits_chunk_tokens)
+    logprobs, _ = _stats(run, 1.0, False)
     return run.wanted.unpack(logprobs)
 
 
@@ -173,6 +173,7 @@ class _Run:
 
     `logits_of` turns any slice of `states` [tokens, ...] into logits [tokens, vocab], which are
     free to be overwritten where `makes_logits`; else the states are logits themselves.
+    asked_chunk_tokens: `logits_chunk_tokens` of `score_completions`.
     """
 
     wanted: WantedTokens
@@ -181,6 +182,12 @@ class _Run:
     makes_logits: bool
     hidden: Tensor | None
     default_chunk_tokens: int
+    asked_chunk_tokens: int | None = None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Positions whose logits exist at one time."""
+        return self.asked_chunk_tokens or self.default_chunk_tokens
 
 
 def _run(model: Any, rows: TokenRows, hidden: bool, routing: Routing | None = None) -> _Run:
@@ -208,7 +215,7 @@ def _run(model: Any, rows: TokenRows, hidden: bool, routing: Routing | None = No
 
 
 def _stats(
-    run: _Run, temperature: float | Tensor, entropy: bool, logits_chunk_tokens: int | None
+    run: _Run, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [tokens] and entropies [tokens] or None."""
     of_tokens: tuple[Tensor, ...] = ()
@@ -229,17 +236,13 @@ def _stats(
         )
         return (logprobs,) if entropies is None else (logprobs, entropies)
 
-    if logits_chunk_tokens is None:
-        is_half = run.states.element_size() == 2
-        logits_chunk_tokens = run.default_chunk_tokens * (_HALF_CHUNKS if is_half else 1)
+    is_large = run.asked_chunk_tokens is None and run.states.element_size() == 2
     per_token = (run.states, run.wanted.targets, *of_tokens)
-    results = in_chunks(stats_of, per_token, logits_chunk_tokens)
+    results = in_chunks(stats_of, per_token, run.chunk_tokens * (_HALF_CHUNKS if is_large else 1))
     return results[0], (results[1] if entropy else None)
 
 
-def _likeliest(
-    run: _Run, count: int, temperature: float, logits_chunk_tokens: int | None
-) -> tuple[Tensor, ...]:
+def _likeliest(run: _Run, count: int, temperature: float) -> tuple[Tensor, ...]:
     """Ids and log-probs [tokens, count] of the likeliest tokens."""
 
     def top_of(states: Tensor) -> tuple[Tensor, ...]:
@@ -247,20 +250,18 @@ def _likeliest(
         values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
         return ids.int(), values
 
-    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
-    return in_chunks(top_of, (run.states,), chunk_tokens)
+    return in_chunks(top_of, (run.states,), run.chunk_tokens)
 
 
 def _distillation(
-    run: _Run, teacher: Teacher, rows: TokenRows, temperature: float,
-    logits_chunk_tokens: int | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    run: _Run, teacher: Teacher, rows: TokenRows, temperature: float
+) -> tuple[Tensor, ...]:
     """`divergence_stats` [tokens] of what `run` computed, or `likeliest_stats`."""
     from rllib_llm.numerics.distillation import divergence_stats, likeliest_stats  # few need it
 
     if teacher.policy is not None:
         compare = functools.partial(divergence_stats, beta=teacher.beta)
-        return _beside(run, teacher.policy, rows, temperature, logits_chunk_tokens, compare)
+        return _beside(run, teacher.policy, rows, temperature, compare)
     assert teacher.top_ids is not None and teacher.top_logprobs is not None
 
     def stats_of(states: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, ...]:
@@ -272,13 +273,12 @@ def _distillation(
         for each in (teacher.top_ids, teacher.top_logprobs)
     )
     states = run.wanted.without_surplus(run.states)
-    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
-    return in_chunks(stats_of, (states, *likeliest), chunk_tokens)
+    return in_chunks(stats_of, (states, *likeliest), run.chunk_tokens)
 
 
 def _beside(
     run: _Run, reference: ReferencePolicy, rows: TokenRows, temperature: float,
-    logits_chunk_tokens: int | None, compare: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    compare: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`compare(logits, the reference's)`, each [tokens], of what `run` computed and of the same
     tokens in `rows`; no gradient in the reference."""
@@ -290,7 +290,6 @@ def _beside(
             ref_logits = ref_run.logits_of(ref_states).float() / temperature
         return compare(run.logits_of(states).float() / temperature, ref_logits)
 
-    chunk_tokens = run.default_chunk_tokens if logits_chunk_tokens is None else logits_chunk_tokens
     # The reference may read its rows in the other form, and have no surplus or more.
     both = (each.wanted.without_surplus(each.states) for each in (run, ref_run))
-    return in_chunks(compared, tuple(both), chunk_tokens)
+    return in_chunks(compared, tuple(both), run.chunk_tokens)

@@ -117,12 +117,35 @@ def run_agents(
     attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def play(attempt: Rollout) -> None:
-        settings = dict(env.settings["template_settings"] or {})
+        """One episode. An agent that ends with an error at a limit of its session was led there by
+        the policy: its conversation is judged as it stands."""
+        settings, result = dict(env.settings["template_settings"] or {}), None
         with server.session(
             {**sampling, "noise_row": attempt.row_id}, max_new_tokens=max_new_tokens,
             max_turns=int(env.settings["max_turns"]), template_settings=settings,
         ) as (url, session):  # fmt: skip
-            await _play(env, attempt, url, session)
+            try:
+                result = await call(env.agent, url, dict(attempt.conversation.task))
+            except Exception:
+                if not session.limit:
+                    raise
+                result = 0.0  # it got no further
+            finally:
+                for conversation in session.conversations:
+                    attempt.conversation.adopt(conversation)
+                attempt.truncated = session.limit
+                attempt.has_turn_rewards = session.reward is not None
+        require(attempt.conversation.num_turns, "agent", ..., "ask for a completion at base_url",
+                "nothing was sampled that could be learnt from")  # fmt: skip
+        given = result if isinstance(result, Mapping) else {"reward": result}
+        numbers = {
+            str(name): finite("the agent", value, "reward" if name == "reward" else
+                              f"metric {name!r}")
+            for name, value in given.items()
+            if value is not None
+        }  # fmt: skip
+        attempt.earned = numbers.pop("reward", None)
+        attempt.conversation.metrics.update(numbers)
 
     with contextlib.closing(server), server.running():
         env.events.run(run_side_by_side(env, attempts, play))
@@ -131,30 +154,3 @@ def run_agents(
         except RuntimeError as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
     return attempts
-
-
-async def _play(env: AgentEnv, attempt: Rollout, url: str, session: Any) -> None:
-    """One episode. An agent that ends with an error at a limit of its session was led there by the
-    policy: its conversation is judged as it stands."""
-    result = None
-    try:
-        result = await call(env.agent, url, dict(attempt.conversation.task))
-    except Exception:
-        if not session.limit:
-            raise
-        result = 0.0  # it got no further
-    finally:
-        for conversation in session.conversations:
-            attempt.conversation.adopt(conversation)
-        attempt.truncated = session.limit
-        attempt.has_turn_rewards = session.reward is not None
-    require(attempt.conversation.num_turns, "agent", ..., "ask for a completion at base_url",
-            "nothing was sampled that could be learnt from")  # fmt: skip
-    given = result if isinstance(result, Mapping) else {"reward": result}
-    numbers = {
-        str(name): finite("the agent", value, "reward" if name == "reward" else f"metric {name!r}")
-        for name, value in given.items()
-        if value is not None
-    }
-    attempt.earned = numbers.pop("reward", None)
-    attempt.conversation.metrics.update(numbers)
