@@ -50,16 +50,25 @@ def doctor(
     with user_errors():
         found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
+    console = Console(quiet=as_json)
     if as_json:
         rows = [dataclasses.asdict(problem) for problem in found]
         for row in rows:  # a value as Python writes it
             value = row.pop("value")
             row |= {} if value is ... else {"value": repr(value)}
         print(json.dumps(rows, indent=1))
+    for problem in found:  # a paragraph for each
+        head = Text.assemble((problem.severity, COLOURS[problem.severity]), f"  {problem.sentence}")
+        console.print(head, highlight=False)
+        if problem.remedy:
+            console.print(Text(f"  {ended(problem.remedy)}"), highlight=False)
+    counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}
+    if any(counts.values()):
+        parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
+        console.print(f"[bold]{' and '.join(parts)}[/bold]")
     else:
-        _show(found, Console())
-    severities = {problem.severity for problem in found}
-    raise typer.Exit(2 if "error" in severities else int("warning" in severities))
+        console.print("[green]No problem found.[/green]")
+    raise typer.Exit(2 if counts["error"] else int(counts["warning"] > 0))
 
 
 def _diagnose(
@@ -114,17 +123,3 @@ def fits_cluster(sound: list[Examined], ray_address: str) -> Iterator[Problem]:
             wrong = refusals(check_resources, reservation, nodes)
             yield from (problem.within(one.experiment.name) for problem in wrong)
 
-
-def _show(found: list[Problem], console: Console) -> None:
-    """One paragraph for each problem."""
-    for problem in found:
-        head = Text.assemble((problem.severity, COLOURS[problem.severity]), f"  {problem.sentence}")
-        console.print(head, highlight=False)
-        if problem.remedy:
-            console.print(Text(f"  {ended(problem.remedy)}"), highlight=False)
-    counts = {name: sum(f.severity == name for f in found) for name in ("error", "warning")}
-    if not any(counts.values()):
-        console.print("[green]No problem found.[/green]")
-    else:
-        parts = [f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n]
-        console.print(f"[bold]{' and '.join(parts)}[/bold]")

@@ -60,8 +60,13 @@ def evaluate(
             settings["evaluation_duration"] = duration
         given: dict[str, Any] = {"pass_on": pass_on, "answer_pattern": answer_pattern}
         overlay = {name: value for name, value in given.items() if value is not None}
-        if samples is not None or pass_at is not None:
-            overlay |= _sampled(samples, pass_at)
+        if samples is not None or pass_at is not None:  # several completions of each prompt
+            ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
+            count = samples or max(ks, default=1)
+            are_numbers = all(isinstance(k, int) and 1 <= k <= count for k in ks)
+            rule = f"be numbers from 1 to --samples={count}, such as 1,4"
+            require(are_numbers, "--pass-at", pass_at, rule, "", "")
+            overlay |= {"explore": True, "num_completions": count, "pass_at": ks or None}
         if overlay:
             overlay = {**(settings.get("evaluation_config") or {}), **overlay}
             settings["evaluation_config"] = overlay
@@ -83,16 +88,6 @@ def evaluate(
     for key in sorted(flat):
         table.add_row(key, f"{flat[key]:.6g}")
     console.print(table)
-
-
-def _sampled(samples: int | None, pass_at: str | None) -> dict[str, Any]:
-    """Return the settings of an evaluation that samples several completions of each prompt."""
-    ks = parse_mapping(f"ks: [{pass_at or ''}]", "--pass-at")["ks"]
-    count = samples or max(ks, default=1)
-    are_numbers = all(isinstance(k, int) and 1 <= k <= count for k in ks)
-    rule = f"be numbers from 1 to --samples={count}, such as 1,4"
-    require(are_numbers, "--pass-at", pass_at, rule, "", "")
-    return {"explore": True, "num_completions": count, "pass_at": ks or None}
 
 
 def config_for_evaluation(checkpoint: Path, settings: dict[str, Any]) -> Any:

@@ -39,7 +39,7 @@ from urllib.parse import parse_qs, urlsplit
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rllib_llm.overseer.diagnosis import diagnose
+from rllib_llm.overseer.phases import diagnose
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.remote import NAMESPACE
 from rllib_llm.shared.run_layout import RunFolder, name_one

@@ -35,11 +35,10 @@ from rllib_llm.engines.engine_loop import settle
 from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
 from rllib_llm.modules.text_scores import TextScores
-from rllib_llm.serving.chat import Chats
+from rllib_llm.serving.chat import Chats, ImageReader
 from rllib_llm.serving.engine_host import Counts
 from rllib_llm.serving.engine_process import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
-from rllib_llm.serving.images import ImageReader
 from rllib_llm.serving.jobs import Job
 from rllib_llm.serving.schemas import ApiError, refuse
 from rllib_llm.serving.security import Client

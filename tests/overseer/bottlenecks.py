@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rllib_llm import GRPOConfig
 from rllib_llm.examples import arithmetic, calculator
 from rllib_llm.learners.policy_learners import GRPOLearner
-from rllib_llm.overseer.diagnosis import Diagnosis, diagnose
-from rllib_llm.overseer.phases import STARTING
+from rllib_llm.overseer.phases import STARTING, Diagnosis, diagnose
 from rllib_llm.weights.flat_buffer import FlatBuffer
 from rllib_llm.weights.transport import StoreTransport
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rllib_llm.overseer import phases
-from rllib_llm.overseer.diagnosis import diagnose
-from rllib_llm.overseer.phases import Phases, shares
+from rllib_llm.overseer.phases import Phases, diagnose, shares
 
 
 class Clock:
