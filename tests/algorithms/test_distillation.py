@@ -14,10 +14,13 @@ from rllib_llm.algorithms.distillation import DistillationConfig
 from rllib_llm.envs.frozen_models import FrozenTeacher, ServedTeacher
 from rllib_llm.shared import columns
 from tests.algorithms import tiny_runs
+from tests.conversations import family_models
+from tests.conversations.family_models import Chatty
 from tests.learners import tiny_learners
 
 TEACHER = f"{tiny_runs.HERE}.build_teacher"
 PROMPTS = [{**row, "hint": row["prompt"] + row["prompt"]} for row in tiny_runs.PROMPTS]
+HINTED = [{**row, "hint": f"{row['prompt']} She is well."} for row in family_models.PROMPTS]
 
 
 def config(**distillation):
@@ -130,3 +133,32 @@ def test_a_served_teacher_says_what_a_local_one_says():
     mask = batch[columns.COMPLETION_MASK]
     for name, column in expected.items():
         torch.testing.assert_close(found[name][mask], column[mask], rtol=1e-4, atol=1e-5)
+
+
+class Corrected(Chatty):
+    """Its teacher is told what it made of the answers."""
+
+    def teacher_messages(self, conversation):
+        return f"{conversation.task['prompt']} You earned {conversation.total_reward}."
+
+
+@pytest.mark.slow  # conversations of three turns
+def test_the_policy_teaches_itself_in_conversations():
+    """With a column, and with what the environment says; tools' tokens are read, not learnt."""
+    results = []
+    for env, given in (
+        (Chatty, {"prompts": HINTED, "teacher_prompt": "hint"}), (Corrected, {}),
+    ):  # fmt: skip
+        made = DistillationConfig().language_model(model=f"{family_models.__name__}.build_chatml")
+        made.environment(env, env_config={"max_concurrent": 1, **given})
+        made.sampling(max_new_tokens=12, log_samples_every=0, stop_token_ids=[*range(300, 400)])
+        made.training(train_batch_size_per_learner=4, lr=1e-3)
+        made.distillation(teacher="policy")
+        with tiny_runs.built(made) as algorithm:
+            batch = algorithm.rollouts.next().columns
+            asked = [batch[name].sum(1) for name in
+                     (columns.PROMPT_MASK, columns.TEACHER_PROMPT_MASK)]  # fmt: skip
+            assert (asked[1] > asked[0]).all()
+            assert (batch[columns.COMPLETION_MASK] & ~batch[columns.LOSS_MASK]).any()
+            results.append(algorithm.train()["train"])
+    assert all(result["teacher_kl"] > 1e-6 for result in results)
