@@ -63,13 +63,15 @@ class ReplayBuffer:
         """A fresh batch followed by groups of earlier ones, counted by `num_replayed`; the buffer
         has the fresh ones from now on."""
         self.iteration += 1
-        before, start = dict(self._counts), self._extended
+        before, start = self._counts.copy(), self._extended
         if columns.REF_LOGPROBS in fresh.columns:  # the environment's; else learners have them
             self._keep("evicted", lambda one: columns.REF_LOGPROBS in one.rows.columns)
         drawn = self.draw()
         self.add(fresh)
         self._extended = time.monotonic()
-        for name in ("added", "drawn"):
+        for name in self._counts:
+            if name.rpartition("/")[2] not in ("added", "drawn"):
+                continue
             rate = (self._counts[name] - before[name]) / max(self._extended - start, 1e-9)
             self._rates[f"{name}_per_s"] = rate
         if drawn is None:

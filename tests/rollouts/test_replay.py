@@ -154,3 +154,22 @@ def test_rates_are_of_the_last_batch(monkeypatch):
     assert buffer.metrics()["added_per_s"] == 1 / 2 and buffer.metrics()["drawn_per_s"] == 2 / 2
     buffer.extend(batch(5))
     assert buffer.metrics()["drawn_per_s"] == 2 / 5
+
+
+def test_each_environment_has_its_counts_and_rates(monkeypatch):
+    times = iter([100.0, 102.0, 104.0])
+    monkeypatch.setattr(replay.time, "monotonic", lambda: next(times))
+    buffer = buffer_of(4, max_uses=9, env_names=("math", "chat"))
+
+    def of(rows: JudgedBatch) -> JudgedBatch:
+        env = rows.columns[columns.GROUP] % 2  # even groups are math's
+        rows.columns[columns.ENVIRONMENT] = env.int()
+        return rows
+
+    buffer.extend(of(batch(1, 2, 4)))
+    buffer.extend(of(batch(3)))
+    found = buffer.metrics()
+    assert (found["math/occupancy"], found["chat/occupancy"]) == (2 / 4, 2 / 4)
+    assert (found["math/added"], found["chat/added"]) == (2, 2)
+    assert (found["math/added_per_s"], found["chat/added_per_s"]) == (0, 1 / 2)
+    assert found["math/drawn_per_s"] + found.get("chat/drawn_per_s", 0) == 2 / 2
