@@ -305,11 +305,11 @@ class EngineWorker(ThreadHost):
     """The engine of a server in another process, to which the connection is. The answers are
     numbers, under which the server waits for a result, a method's name and its arguments."""
 
-    def __init__(self, *model: Any, connection: Connection) -> None:
+    def __init__(self, *model: Any, connection: Connection, **further: Any) -> None:
         self._connection, self._sends = connection, threading.RLock()
         self._events: deque[tuple[int, Any]] = deque()
         self._futures: dict[int, Future[Any]] = {}
-        super().__init__(*model, after_step=self._flush)
+        super().__init__(*model, after_step=self._flush, **further)
 
     def _send(self, message: Any) -> None:
         data = pickled(message)
