@@ -185,3 +185,10 @@ def with_places(messages: Sequence[Mapping[str, Any]], num_images: int) -> Messa
             parts, left = [{"type": "image"}] * left + parts, 0
         turns.append({**message, "content": parts})
     return turns
+
+
+def without_images(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Messages as a model of text reads them."""
+    shown = [(message, _image_parts(message)) for message in messages]
+    return [{**message, "content": [part for part in message["content"] if part not in images]}
+            if images else {**message} for message, images in shown]  # fmt: skip

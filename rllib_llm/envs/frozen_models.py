@@ -25,7 +25,7 @@ from rllib_llm.data.encoding import (
     keep_end,
     row_settings,
 )
-from rllib_llm.data.image_prompts import ImagePrompts
+from rllib_llm.data.image_prompts import ImagePrompts, without_images
 from rllib_llm.data.rows import OF_TEMPLATES
 from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
@@ -359,7 +359,7 @@ class RewardTextEncoder:
         tokenizer = self.tokenizer
         is_chat = isinstance(chat, Sequence) and not isinstance(chat, str)
         if self.template == CHAT or (self.template is None and is_chat and tokenizer.chat_template):
-            turns = list(chat) if is_chat else [{"role": "user", "content": prompt}]
+            turns = without_images(chat) if is_chat else [{"role": "user", "content": prompt}]
             turns.append({"role": "assistant", "content": completion})
             if self.append_eos:
                 return self.shorten(encode_judged_chat(

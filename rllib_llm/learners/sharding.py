@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.modules.shards import local_data
@@ -57,11 +58,14 @@ def shard_module(
     param_dtype: of gathered weights and thereby of the layers' arithmetic; None: their own. Shards,
         optimiser and the sum of gradients stay as they are, and float32; so do value heads.
     """
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    towers = {id(part) for model in models for name in other_parts(model)
+              for part in model.get_submodule(name).modules()}  # fmt: skip
     # These checks run the models, so before all learners have to take part in it.
-    for model in module.modules():
-        if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
+    for model in models:
+        if model.get_output_embeddings() is not None:
             take_apart(model)
-        elif isinstance(model, PreTrainedModel) and model.base_model is model:
+        elif model.base_model is model and id(model) not in towers:  # which read no tokens
             reads_dense(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     # Inputs of the root are token ids and float32 columns; they must stay what they are.

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rllib_llm.modules.images import OF_FILES, Shown, image_token_id, pad_rows
-from rllib_llm.modules.multimodal import other_tensors, text_decoder
+from rllib_llm.modules.multimodal import heads, text_decoder
 from rllib_llm.modules.packing import TokenRows, WantedTokens, pack
 from rllib_llm.modules.shards import local_data
 from rllib_llm.shared.errors import require
@@ -66,7 +66,8 @@ class _Tower:
     ) -> None:  # fmt: skip
         self._own, self._order = model.base_model.get_image_features, order
         self._num_tokens, self._inputs = num_tokens, inputs
-        own = [t for t in other_tensors(model).values() if isinstance(t, nn.Parameter)]
+        kept = {p for part in (text_decoder(model), *heads(model)) for p in part.parameters()}
+        own = [p for p in model.parameters() if p not in kept]
         # All learners, or none, must call one whose layers are spread over them.
         self._is_fixed = not any(p.requires_grad or local_data(p) is not p for p in own)
         self._known = features.setdefault(model, {}) if self._is_fixed else {}

@@ -7,6 +7,8 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from rllib_llm.data.preferences import PromptedPairSource
+from rllib_llm.examples.characters import CHAT_SPECIAL, character_tokenizer
+from rllib_llm.learners.batching import take_rows
 from rllib_llm.modules.shards import local_data
 from rllib_llm.shared import columns
 from rllib_llm.weights.flat_buffer import join, unpack
@@ -15,6 +17,8 @@ from rllib_llm.weights.receiver import WeightsReceiver
 from tests.algorithms import tiny_runs
 from tests.learners import tiny_learners as tiny
 from tests.learners import two_learners as two
+from tests.learners.test_trl_images import completions
+from tests.modules.test_multimodal import tiny as tiny_model
 
 pytestmark = pytest.mark.slow  # learners in processes of their own
 LORA = {"r": 4, "alpha": 8}
@@ -111,6 +115,30 @@ def test_two_learners_come_to_the_same_state(group, config, strategy):
     batches = two.judged_batches(learner, lengths=(3, 5, 1, 4, 2, 5, 3, 3, 2))
     two.train(learner, batches)
     state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
+    two.assert_same_state(state, learner.get_state())
+
+
+def build_seeing():
+    """A Gemma 3 with a tower."""
+    return tiny_model("gemma3"), character_tokenizer("0123", special=CHAT_SPECIAL)
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_learners_see_what_one_does(group, strategy, train_vision):
+    config = two.grpo(minibatch_size=2, micro_batch_size=1, ref_kl_coeff=0.1).language_model(
+        model=f"{__name__}.build_seeing", train_vision=train_vision
+    )
+    whole = completions("gemma3")[1]
+    batches = [take_rows(whole, torch.tensor(rows)) for rows in ([0, 1, 2, 3], [2, 3, 0, 1])]
+    learner = tiny.build(two.alone(config))
+    two.train(learner, batches)
+    state = two.in_both(group, two.train_new, two.paired(config, strategy), batches)
+    # What a tower has and never uses (SigLIP's last norm) has zeros with two, nothing with one.
+    (optimizer,) = state["optimizer"].values()
+    moments = optimizer["state"]["state"]
+    for number in [n for n, moment in moments.items() if not moment["exp_avg_sq"].any()]:
+        del moments[number]
     two.assert_same_state(state, learner.get_state())
 
 

@@ -8,13 +8,16 @@ from transformers import AutoProcessor
 
 from rllib_llm.data.preferences import PairSource
 from rllib_llm.envs import rlhf
+from rllib_llm.envs.frozen_models import RewardModelScorer
+from rllib_llm.examples.characters import CHAT_TEMPLATE
 from rllib_llm.modules.images import files_text
 from rllib_llm.modules.reward_model_module import RewardModelModule
 from rllib_llm.modules.sequence_scores import write_score_normalization
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import pad_right
-from tests.data.test_image_prompts import image, saved
+from tests import tiny_models
+from tests.data.test_image_prompts import asked, image, saved
 from tests.modules.test_images import images_read, module
 
 QUESTION = [{"role": "user", "content": "c?"}]
@@ -103,3 +106,16 @@ def test_each_image_is_read_once_and_rows_of_text_stand_beside_them(folder, judg
     counts = images_read(scorers[0].model)
     scorers[0](prompts=["c?"] * 2, completions=["a", "b"], image_files=[files_text([image(9)])] * 2)
     assert counts == [1]
+
+
+def test_a_judge_of_text_reads_the_words(folder, tmp_path):
+    """Also where it has the policy's tokenizer, and would read the tokens of images as words."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tiny_models.save(tmp_path, tiny_models.llama_classifier(), tokenizer)
+    rows = [{"prompt": [asked("c?", {"image": image(shade)})]} for shade in (9, 200)]
+    _, scores = judged(folder, {"model": str(tmp_path), "normalize": False}, rows)
+    scorer = RewardModelScorer(tmp_path)
+    words = [[{"role": "user", "content": "c?"}]] * 4
+    expected = scorer(prompts=["c?"] * 4, completions=SAID, messages=words)
+    torch.testing.assert_close(scores, expected)
