@@ -83,7 +83,9 @@ def test_a_value_is_taken_or_refused_by_a_rule(algorithm):
                 assert each.name and each.rule, (row.name, value)
 
 
-@pytest.mark.parametrize("algorithm", MADE)
+@pytest.mark.parametrize("algorithm", [
+    pytest.param(name, marks=pytest.mark.slow) if name == "grpo" else name for name in MADE
+])  # fmt: skip
 def test_nothing_is_taken_that_no_setting_can_mean(algorithm):
     """No number that is not finite, no -1, which RLlib drops, no blank text, but for an empty one
     where the setting says what that means."""

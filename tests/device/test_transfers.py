@@ -89,7 +89,12 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW_WAYS = {"micro-batches", "KL to the learner's reference", "decoupled", "bfloat16"}
+
+
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in WAYS
+])  # fmt: skip
 def test_a_learner_waits_twice_an_update_and_once_a_mini_batch(way, gpu):
     """For the masks of what was sampled beside it and for all means; and for whether loss and
     gradient are finite."""
