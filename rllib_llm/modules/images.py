@@ -136,7 +136,7 @@ def image_columns(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def of_rows(seen: Mapping[str, Tensor] | None, rows: Tensor) -> Shown | None:
-    """What the images of some of a batch's rows are; `seen`: the columns of all."""
+    """The images of some of a batch's rows; `seen`: the columns of all."""
     if not seen:
         return None
     return images_of({**seen, IMAGE_ROW: seen[IMAGE_ROW].to(rows.device)[rows]})

@@ -181,7 +181,7 @@ class PulledLeases:
             self.ledger.call("give_back", str(worker), answer)
 
     def stop(self) -> None:
-        """Has samplers ask for no more."""
+        """Tells samplers to ask for no more."""
         calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
         self._actors.ready(calls, STOP_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What this package reaches into of Ray that is not public, in one place.
+"""The private parts of Ray that this package uses, in one place.
 
 What is reached into goes through a function here. What our classes inherit from Ray's, use or
 override, is listed in `tests/shared/private_names.py`, and so is what the functions need. A test
