@@ -80,7 +80,7 @@ def draw(
 ) -> None:
     """`curves`: results by the label, "" of the only one; of one result, a level."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    size = (4.2 * len(marks), 2.4)
+    size = (4.2 * len(marks), 2.4 if len(curves) == 1 else 3.2)
     figure, axes = plt.subplots(1, len(marks), figsize=size, layout="constrained", squeeze=False)
     for axis, (name, least) in zip(axes[0], marks.items(), strict=True):
         for number, (label, results) in enumerate(curves.items()):
@@ -89,9 +89,11 @@ def draw(
                 axis.axhline(points[0][1], color=f"C{number}", label=label)
             else:
                 marker = "." if len(points) < 12 else None
-                axis.plot(*zip(*points, strict=True), marker=marker, label=label)
+                axis.plot(
+                    *zip(*points, strict=True), marker=marker, label=label, color=f"C{number}"
+                )
         if len(curves) > 1:
-            axis.legend(fontsize="x-small")
+            axis.legend(fontsize="xx-small", loc="lower right", framealpha=0.5)
         axis.axhline(least, linestyle="--", color="grey", linewidth=0.8)
         axis.set(xlabel="iteration", title=name)
         axis.grid(alpha=0.3)
