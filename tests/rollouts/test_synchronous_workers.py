@@ -23,6 +23,7 @@ from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
 from rllib_llm.rollouts.workers import DealtLeases, RemoteWorkers
+from rllib_llm.shared import columns
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.published import WeightsLostError
 from tests.algorithms import tiny_runs as tiny
@@ -70,14 +71,15 @@ class Source(RolloutSource):
     """Samples a request, whatever was sampled before."""
 
     def __init__(self, group, num_prompts=REQUEST.num_prompts, *, num_parts=None, tell=None,
-                 publish_again=None, starvation=module.StarvedProcesses, **rules):  # fmt: skip
+                 publish_again=None, starvation=module.StarvedProcesses, filters=(),
+                 **rules):  # fmt: skip
         self.pool = SamplerPool(group, Faults(), num_parts=num_parts)
         rules = {"timeout_s": None} | rules
         rules = StreamRules(
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
         ledger = Ledger(rules)
-        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2))
+        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2, filters=filters))
         workers = RemoteWorkers(self.pool, dealt, starvation=starvation)
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
@@ -109,6 +111,18 @@ def test_more_samplers_than_prompts_leaves_some_idle(samplers):
     batch = source(group, num_prompts=2).sample(SampleRequest(0, 2, 2))
     assert batch.num_rows == 4
     assert group.served == [(1, -5), (2, -4)]  # as counted from the other request's position
+
+
+def is_even(group):
+    return group.position % 2 == 0, "odd"
+
+
+def test_what_filters_reject_is_dealt_anew_in_parts_once_all_else_is_judged(samplers):
+    """Of prompts 5 to 11 three pass; then four, two and one take the place of the rest."""
+    group = ScriptedActors(samplers[:2])
+    batch = sample(group, filters=(f"{__name__}.is_even",))
+    assert batch.columns[columns.GROUP][::2].tolist() == [6, 8, 10, 12, 14, 16, 18]
+    assert [start for _, start in group.served] == [0, 3, 7, 9, 11, 12, 13]
 
 
 @pytest.mark.parametrize("does", [
