@@ -168,16 +168,17 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 MAX_ROWS = 2000  # on one page; spread over the run
 DIGITS = 4
 TOKEN_COLUMNS = ("completion_ids", "logprobs", "ref_logprobs", "advantages")
-COLUMNS = ("iteration", "status", "prompt", "images", "completion", "score", "rewards", "valid",
-           "finish_reason", *TOKEN_COLUMNS)  # fmt: skip
+COLUMNS = ("iteration", "status", "env", "prompt", "images", "completion", "score", "rewards",
+           "valid", "finish_reason", *TOKEN_COLUMNS)  # fmt: skip
 MAX_THUMBNAILS, THUMBNAIL_SIDE = 200, 64  # different images on one page; pixels
+SPLITS = {"trained": "train", "evaluated": "eval"}
 NO_PART = ("iteration", "split", "prompt_index", "prompt", "completion", "score")
 
 
 def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]]:
     """Rows {iteration, split, prompt, completion, score, parts, tokens} of a trial, `limit` at
-    most, spread evenly. tokens: [[text, log-prob, advantage, KL], ...], None where not known; of
-    samples without tokens [].
+    most, spread evenly. split: with the environment's name where there are several. tokens:
+    [[text, log-prob, advantage, KL], ...], None where not known; of samples without tokens [].
     """
     try:
         rollouts = open_rollouts([rollouts_of(trial_folder)])
@@ -189,8 +190,10 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
         tokenizer = _tokenizer(trial_folder)
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         chosen = rollouts.take(spread(range(rollouts.count_rows()), limit), columns=[*COLUMNS])
-        if rows := [_of_rollout(row, texts) for row in chosen.to_pylist()]:
-            return rows
+        rows = chosen.to_pylist()
+        several = len({row["env"] for row in rows}) > 1
+        if rows:
+            return [_of_rollout(row, texts, row["env"] if several else "") for row in rows]
     return [
         {
             "iteration": row.get("iteration"), "split": row.get("split", "train"),
@@ -203,7 +206,7 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
     ]  # fmt: skip
 
 
-def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
+def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None, env: str) -> dict[str, Any]:
     status = str(row.get("status"))
     ids, *numbers = (row.get(name) or [] for name in TOKEN_COLUMNS)
     tokens = []  # the text "#17" without a tokenizer
@@ -213,7 +216,7 @@ def _of_rollout(row: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, A
         tokens.append([texts.of(token)[0] if texts else f"#{token}", *known])
     return {
         "iteration": row["iteration"],
-        "split": {"trained": "train", "evaluated": "eval"}.get(status, status),
+        "split": f"{SPLITS.get(status, status)} {env}".strip(),
         "prompt": row.get("prompt") or "", "completion": row.get("completion") or "",
         "score": row.get("score") if row.get("valid", True) else None,
         "images": row.get("images") or [],

@@ -126,6 +126,16 @@ def test_tokens_come_from_the_rollout_store(tmp_path):
     assert len(page_rows(trial, limit=4)) == 4
 
 
+def test_rows_of_several_environments_are_named(tmp_path):
+    trial = make_trial(tmp_path / "run" / "ppo")
+    file = store(trial, 1, 2)
+    table = pq.read_table(file)
+    place = table.schema.get_field_index("env")
+    names = pa.array(["math", "chat"], table.schema.field(place).type)
+    pq.write_table(table.set_column(place, table.schema.field(place), names), file)
+    assert [row["split"] for row in page_rows(trial)] == ["train math", "train chat"]
+
+
 def test_rows_of_files_that_were_just_merged_stand_once(tmp_path):
     trial = make_trial(tmp_path / "run" / "ppo")
     files = [store(trial, iteration, 2) for iteration in (1, 2)]
