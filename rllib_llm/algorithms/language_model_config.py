@@ -181,7 +181,8 @@ class LanguageModelConfig(TabledConfig):
             f"be an algorithm of this class of configs, and not of {of_algorithm.__name__}",
             "it would take the settings alone", f"Set config_class = {type(self).__name__} in it",
         )  # fmt: skip
-        config = copy.deepcopy(self) if use_copy else self
+        with self.copies():
+            config = copy.deepcopy(self) if use_copy else self
         report(errors_of([*config.table_problems(), *config.missing_data()]))
         return super(LanguageModelConfig, config).build_algo(env, use_copy=False)
 

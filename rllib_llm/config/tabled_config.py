@@ -3,6 +3,8 @@ unknown ones."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -265,7 +267,8 @@ class TabledConfig(AlgorithmConfig):
     def to_dict(self) -> dict[str, Any]:
         """As RLlib's, without defaults, so that Tune, which takes a config as this dict, prints,
         logs and stores only what was set, as for YAML files."""
-        settings = super().to_dict()
+        with self.copies():
+            settings = super().to_dict()
         untouched = AlgorithmConfig.to_dict(type(self)())
         return {
             key: value
@@ -276,6 +279,19 @@ class TabledConfig(AlgorithmConfig):
     def serialize(self) -> dict[str, Any]:
         """As RLlib's, of all settings."""
         return self._serialize_dict(AlgorithmConfig.to_dict(self))
+
+    @contextlib.contextmanager
+    def copies(self) -> Iterator[None]:
+        """Turns the RecursionError of a copy of the settings into an error that names the one which
+        is nested deeper than Python copies."""
+        try:
+            yield
+        except RecursionError as error:
+            raise Problems(
+                _not_copied(vars(self)), "hold values that Python can copy",
+                "something in it, such as a row, is nested too deep",
+                "Write the rows to a file and name that",
+            ) from error  # fmt: skip
 
     def given_model(self) -> str:
         """`model`, which must be set.
@@ -513,3 +529,12 @@ def _uncalled(config: TabledConfig, acting: Iterable[str]) -> Iterator[Problem]:
                     "warning" if event in elsewhere else "error",
                 )  # fmt: skip
 
+
+def _not_copied(values: Mapping[str, Any]) -> str:
+    """The path of the first value that is nested too deep to be copied."""
+    for name, value in values.items():
+        try:
+            copy.deepcopy(value)
+        except RecursionError:
+            return f"{name}.{_not_copied(value)}" if name == IN_ENV else name
+    return "config"
