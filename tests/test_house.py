@@ -22,10 +22,10 @@ WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
     "": (54, 1.9),
-    "algorithms": (3500, 5.9),
+    "algorithms": (3501, 5.9),
     "checkpoints": (717, 5.7),
     "cli": (2352, 9.9),
-    "config": (2965, 27.7),
+    "config": (2990, 27.7),
     "conversations": (1608, 3.1),
     "data": (3313, 6.5),
     "engines": (5321, 2.5),
@@ -36,13 +36,13 @@ ROOMS = {
     "numerics": (1511, 0.6),
     "overseer": (925, 4.3),
     "rollouts": (6352, 1.2),
-    "runs": (6795, 9.0),
+    "runs": (6798, 9.0),
     "serving": (6192, 5.9),
     "shared": (3230, 3.7),
     "weights": (2271, 1.9),
 }
 SAME_NAMES = 2  # classes whose name stands in another file as well
-RAISES = 496
+RAISES = 497
 
 
 @cache
