@@ -47,7 +47,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,12 @@ class NeverStarved:
         return 0.0
 
 
+Call = tuple[int, float | None, float]
+
+
 class Pool:
-    """`SamplerPool` and `SamplerActors` of emulated samplers. A call is (worker, died), where
-    `died` is when the sampler died that it was made to."""
+    """`SamplerPool` and `SamplerActors` of emulated samplers. A call is (worker, died, asked):
+    `died` is when the sampler died that it was made to; it is answered after the moment `asked`."""
 
     start_limit = float("inf")
 
@@ -109,19 +112,19 @@ class Pool:
     def mark(self, worker: int, *, healthy: bool) -> None:
         self._down.add(worker)
 
-    def call(self, worker: int, method: str, *args: Any) -> tuple[int, float | None]:
+    def call(self, worker: int, method: str, *args: Any) -> Call:
         self._fleet.order(worker)
-        return worker, self.died.get(worker)
+        return worker, self.died.get(worker), self._fleet.now
 
-    def ready(self, calls: Any, timeout_s: float) -> list[tuple[int, float | None]]:
+    def ready(self, calls: Iterable[Call], timeout_s: float) -> list[Call]:
         now = self._fleet.now
         return [
-            (worker, died) for worker, died in calls
-            if self.died.get(worker) == died or now - self.died[worker] >= TOLD_S
+            (worker, died, asked) for worker, died, asked in calls if asked < now
+            and (self.died.get(worker) == died or now - self.died[worker] >= TOLD_S)
         ]  # fmt: skip
 
-    def answer(self, call: tuple[int, float | None]) -> None:
-        worker, died = call
+    def answer(self, call: Call) -> None:
+        worker, died, _ = call
         if self.died.get(worker) != died:
             raise RayError("the sampler died")
 
@@ -289,6 +292,9 @@ class Fleet:
 
     def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Passes no time: the driver looks again when it is due."""
 
     def _call(self, name: str, *arguments: Any) -> Any:
         start = time.thread_time()

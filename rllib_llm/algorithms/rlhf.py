@@ -315,6 +315,15 @@ class RLHF(LanguageModelAlgorithm):
         from rllib_llm.rollouts.source import open_rollouts
 
         pool = self._pools[group]
+        shared_module = self.learner_group.is_local and not pool.num_samplers
+
+        def newest() -> PublishedWeights:
+            return self.weights.newest(self.weights_version, shared_module=shared_module)
+
+        def publish_again(error: str) -> PublishedWeights:
+            self._publish_again(error)
+            return newest()
+
         if group not in self._held_out:
             rules = StreamRules(
                 num_prompts, max_staleness=0, num_parts=max(1, pool.num_parts), texts_every=1,
@@ -322,11 +331,9 @@ class RLHF(LanguageModelAlgorithm):
             )  # fmt: skip
             self._held_out[group] = open_rollouts(
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,
-                recorder=RolloutRecorder(), publish_again=self._publish_again,
+                recorder=RolloutRecorder(), publish_again=publish_again,
             )  # fmt: skip
-        shared_module = self.learner_group.is_local and not pool.num_samplers
-        published = self.weights.newest(self.weights_version, shared_module=shared_module)
-        batch = self._held_out[group].next_from(0, published)
+        batch = self._held_out[group].next_from(0, newest())
         self.tell(batch.messages)
         if batch.cause and not bool(batch.columns[columns.VALID].any()):
             raise BrokenSamplerError(batch.cause)
@@ -481,8 +488,10 @@ class RLHF(LanguageModelAlgorithm):
             if (own := state.get(PIPELINE_STATE)) is not None:
                 self.weights_version = own["weights_version"]
                 self.eval_metrics = own["eval_metrics"]
-                if self.config.weights_publish_every > 1:
-                    self._older_weights = own.get("published", ())
+                older = own.get("published", ())
+                age = self.weights_version - older[0] if older else 0
+                if age < self.config.weights_publish_every:
+                    self._older_weights = older
                 self.rollouts.set_state(own)
                 self.recorder.set_state(own.get("recorded", {}))
                 if self.env_weights is not None and own.get("env_weights"):

@@ -280,7 +280,11 @@ class RLHFConfig(LanguageModelConfig):
             for name in self.eval_envs or ():
                 held_out[f"eval_envs.{name}"] = eval_env_config(self, name)
         for place, config in held_out.items():
-            found += [problem.within(place) for problem in errors_of(config.problems())]
+            # Groups are cut by the run's number of completions, whatever an environment's.
+            found += [
+                problem.within(place) for problem in errors_of(config.problems())
+                if not (place.startswith("envs.") and problem.is_of("train_batch_size_per_learner"))
+            ]  # fmt: skip
         return found
 
     def env_rules(self) -> Iterator[Problem]:

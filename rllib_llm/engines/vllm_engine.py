@@ -166,6 +166,12 @@ class VLLMEngine(Engine):
             return
         if config.lora is not None:
             yield from _lora_rules(config)
+        for name, own in config.env_configs().items():
+            if own.temperature != config.temperature:
+                yield Problem(f"envs.{name}.temperature",
+                              f"be the run's temperature={config.temperature} with engine='vllm'",
+                              "vLLM is started for one", "Use engine='torch'", own.temperature
+                              )  # fmt: skip
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         yield from truncated(**{name: getattr(config, name) for name in names})
         yield from super().rules(config)
@@ -376,6 +382,9 @@ def check_row(row: Row, temperature: float | None) -> None:
     wrong: list[Problem] = []
     if row.guide is not None or params.top_logprobs:
         wrong.append(Problem("guide and top_logprobs", off, "", "Use engine='torch'"))
+    if not params.greedy and params.temperature > 2:
+        wrong.append(Problem("temperature", "be at most 2 with engine='vllm'", "it takes no higher",
+                             value=params.temperature))  # fmt: skip
     if not params.greedy and temperature not in (None, params.temperature):
         rule = f"be {temperature!r}, with which vLLM was started"
         wrong.append(Problem("temperature", rule, value=params.temperature))

@@ -374,10 +374,13 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
     starts = [attempt.conversation.opening for attempt in sound]
     chats = [attempt.conversation.messages for attempt in sound]
     said = [chat[len(start) :] for chat, start in zip(chats, starts, strict=True)]
-    contexts = []
-    for chat in chats:
+    contexts, shown = [], []  # the latter with the places of images
+    for attempt, chat in zip(sound, chats, strict=True):
         places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         contexts.append(chat[: places[-1]] if places else chat)
+        pictures = attempt.conversation.pictures
+        first = [] if pictures is None else pictures.first
+        shown.append([*first, *contexts[-1][len(first) :]])
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(
@@ -385,7 +388,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
         batch[columns.COMPLETION_IDS][ends], batch[columns.COMPLETION_MASK][ends],
         prompts=transcripts(contexts),
         completions=["" if (r := a.conversation.reply) is None else r.content for a in sound],
-        completion_messages=said, context_messages=contexts,
+        completion_messages=said, context_messages=shown,
         images=[_files(attempt.conversation) for attempt in sound],
         columns={
             **{name: [task.get(name) for task in tasks] for name in names},

@@ -46,8 +46,9 @@ class RLHFLearner(LanguageModelLearner):
                 self.config.entropy_coeff, target, self.config.entropy_coeff_delta
             )
         temperatures = [each.temperature for each in self.config.env_configs().values()]
-        # By number of the environment, where they differ.
-        self._temperatures = torch.tensor(temperatures) if len({*temperatures}) > 1 else None
+        # By number of the environment, where one has another than the run.
+        have_own = {*temperatures} != {self.config.temperature}
+        self._temperatures = torch.tensor(temperatures) if have_own else None
         self.score_scales = {0: scores.RunningScoreScale()}  # by number of the environment
         self._advantages: torch.Tensor | None = None  # [B, T] of the update, where they are kept
         self._num_minibatches = 0  # of the current update, begun so far

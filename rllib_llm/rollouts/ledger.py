@@ -463,7 +463,7 @@ class Ledger:
         if len(state.get("mixture", {}).get("weights", ())) == len(self.rules.env_weights):
             self.mixture.set_state(state["mixture"])
         else:  # there were others
-            self.mixture.begin(state["next"])
+            self.mixture.begin(entries[0].position if entries else next_position)
         self.table.begin(next_position)
         for entry in entries:
             self.table.put(entry)

@@ -171,6 +171,8 @@ class Mixture:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; the weights and the way of mixing are these where others were set."""
+        if "_quotas" not in state:  # of a version that did not deal by batches
+            state = {**state, "_dealt": [0] * len(self._dealt)}
         given, by, batch_size = self._given, self._by, self._batch_size
         vars(self).update({name: value.copy() if isinstance(value, (list, dict)) else value
                            for name, value in state.items()})  # fmt: skip

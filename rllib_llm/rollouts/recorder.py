@@ -68,7 +68,7 @@ def rows_of(
     if columns.ENVIRONMENT in have and about.of_envs:
         own = [about.of_envs[i] for i in have[columns.ENVIRONMENT].tolist()]
         for name in about.of_envs[0]:
-            rows[name] = pa.array([each[name] for each in own], rows[name].type)
+            rows[name] = pa.array([each[name] for each in own])
     rows["reward"] = pa.array(batch.rewards.float().numpy())
     rows |= {name: pa.array(have[column].numpy()) for name, column in _SCALARS if column in have}
     if columns.ROW_ID in have:

@@ -219,7 +219,7 @@ class Schedule:
     def want(self, nth: int) -> None:
         """Notes that the driver needs its `nth` batch (from 0) of this update, and admits the
         groups missing from it."""
-        self._num_extra_taken = nth * self._rules.num_groups
+        self._num_extra_taken = nth * self._rules.num_compared
 
     def choose(self, nth: int) -> list[Entry] | None:
         """That batch; None where it cannot be filled yet."""
@@ -394,7 +394,10 @@ class Free(Schedule):
         return position < self._first_open + self._rules.window
 
     def admit_all(self) -> None:
-        self._admit(self._rules.capacity - (len(self._table) - self._num_extra_taken))
+        # Of each batch that nobody has learnt from, the groups that lost have left the table.
+        num_lost = (self._rules.num_compared - self._rules.num_groups) * len(self._batches)
+        num_held = len(self._table) + num_lost - self._num_extra_taken
+        self._admit(self._rules.capacity - num_held)
 
     def version(self, entry: Entry) -> int | None:
         """The newest; none for groups beyond the capacity, which other rules have admitted."""

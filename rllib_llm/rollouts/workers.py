@@ -262,10 +262,13 @@ class RemoteWorkers(Workers):
                 self._lose(int(sampler))
 
     def _look(self) -> None:
-        """Asks those that can be asked, and takes what all answered."""
+        """Takes what all answered, and asks those that can be asked."""
         self._looked = time.monotonic()
         self._give_back_of_gone()
         self._allow_for_starvation()
+        are_waited_for = not self._leases.seconds_between_looks
+        if not are_waited_for:  # who has answered is asked again at once
+            self._take_answers()
         healthy = [worker for worker in self._pool.healthy() if worker not in self._failed]
         idle = [worker for worker in healthy if worker not in self._asked]
         if not idle and not any(asked.is_wanted for asked in self._asked.values()):
@@ -273,9 +276,8 @@ class RemoteWorkers(Workers):
         self._asked |= self._leases.begin(idle, self._asked)
         if not self._asked:
             time.sleep(self._leases.wait_seconds)
-        self._take_answers()
-        for worker in self._asked.keys() - set(self._actors.healthy()):
-            self._lose(worker)
+        if are_waited_for:
+            self._take_answers()
         now = time.monotonic()
         for worker, asked in list(self._asked.items()):
             if (silent := now - asked.began) > self._leases.answer_seconds:
@@ -303,6 +305,8 @@ class RemoteWorkers(Workers):
                     self._pool.faults.requests_retried += answer.may_pass
                     self._pool.faults.seconds_lost += time.monotonic() - asked.began
             self._leases.take(worker, asked.lease, answer)
+        for worker in self._asked.keys() - set(self._actors.healthy()):
+            self._lose(worker)
 
     def _lose(self, worker: int) -> None:
         """Gives the work of a dead sampler to others."""

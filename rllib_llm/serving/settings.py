@@ -161,6 +161,9 @@ class ServeSettings(BaseModel):
         for broken, told in (
             (self.engine_settings and self.engine == "torch",
              "engine_settings must come with engine=vllm: ours has settings of its own"),
+            *((name in self.engine_settings, f"engine_settings.{name} must be left out. Set {ours}")
+              for name, ours in (("max_model_len", "max_model_len"), ("dtype", "dtype"),
+                                 ("max_num_seqs", "max_rows"))),
             (self.attn_implementation != "sdpa" and self.engine == "vllm",
              "attn_implementation must come with engine=torch: vLLM has kernels of its own"),
             (self.lora is not None and self.weights_name is None,

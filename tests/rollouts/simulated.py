@@ -112,5 +112,5 @@ class Run:
         self.trained.update(self.batches[-1][0])
         self.version += 1
         published = self.version - self.version % self.made.rules.publish_every
-        self.made.publish(PublishedWeights(published), step=self.version)
+        self.made.publish(PublishedWeights(published), None, self.version)
         return True

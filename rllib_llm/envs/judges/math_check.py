@@ -27,7 +27,9 @@ _CLOCK = re.compile(
     r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d+(?::\d+)+(?: ?[ap]m\b)?",
     re.IGNORECASE,
 )  # dates, times and ratios, which are neither differences nor quotients
-_FORMULA = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z$\n]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
+_FORMULA = re.compile(
+    r"(?:\\[A-Za-z]+|\\(?![A-Za-z])|[^\\A-Za-z$\n]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+"
+)
 _SIGNS: dict[int, int | str] = {  # of Unicode, as LaTeX or ASCII has them
     **{0xFF00 + code - 0x20: code for code in range(0x21, 0x7F)}, 0x2212: "-",
     **{ord(c): rf"\frac{{{n}}}{{{d}}}" for c, n, d in zip("½⅓⅔¼¾", "11213", "23344", strict=True)},
@@ -41,7 +43,8 @@ def check(completion: str, answer: str) -> float:
     An answer is what the last \boxed{...} holds (nothing, where that is cut off), else what follows
     the last ####, else the text. Words, choices, dates and times are compared as text, also with
     what follows the last "answer is" or "answer:"; the rest by math-verify, small numbers to six
-    significant digits. Without a box a formula alone is read as if it stood in one.
+    significant digits. Without a box a formula alone is also read as if it stood
+    in one.
 
     Raises:
         ValueError: `answer` cannot be read; what the policy said is not to blame.
@@ -61,14 +64,18 @@ def check(completion: str, answer: str) -> float:
     wanted = _parsed(gold, boxed=not any(mark in gold for mark in _DELIMITED))
     if not wanted:
         raise ValueError(f"answer={answer!r} must be readable by math-verify")
-    alone = (_SAID.findall(said) or [said])[-1]
-    found = "\\boxed" not in completion and _FORMULA.fullmatch(alone) and _parsed(alone, boxed=True)
-    found = found or _parsed(said, boxed="\\boxed" in completion)
+    has_box, alone = "\\boxed" in completion, (_SAID.findall(said) or [said])[-1]
+    readings = [_parsed(said, boxed=has_box)]
+    if not has_box and _FORMULA.fullmatch(alone):
+        readings.append(_parsed(alone, boxed=True))
+    return float(any(_are_equal(wanted, found) for found in readings))
+
+
+def _are_equal(wanted: list[Any], found: list[Any]) -> bool:
     sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
     digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])
-    return float(
-        bool(found)
-        and verify(wanted, found, float_rounding=digits, timeout_seconds=None, raise_on_error=True)
+    return bool(found) and verify(
+        wanted, found, float_rounding=digits, timeout_seconds=None, raise_on_error=True
     )
 
 
