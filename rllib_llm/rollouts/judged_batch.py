@@ -430,24 +430,25 @@ def batch_of(groups: Sequence[JudgedGroup]) -> JudgedBatch:
     those of a batch are taken at once, and of samplers that worked in parallel the seconds are
     those of the slowest."""
     parts: list[JudgedBatch] = []
-    spent: dict[int, Counter[str]] | None = {}  # by replica; None where some are separate bytes
+    are_shared = True
     for shared, of_batch in itertools.groupby(
         groups, lambda group: isinstance(group.payload, Places) and id(group.payload.batch)
     ):
         payloads = [group.payload for group in of_batch]
         if not shared:
             parts += map(unpack, payloads)
-            spent = None
+            are_shared = False
             continue
         batch = payloads[0].batch
         if sum(place.last - place.first for place in payloads) < batch.num_rows:
             index = [torch.arange(place.first, place.last) for place in payloads]
             batch = take_trimmed(batch, torch.cat(index))
         parts.append(batch)
-        if spent is not None:
+    whole = concatenate(parts)
+    if len(parts) > 1 and are_shared:
+        spent: dict[int, Counter[str]] = {}  # by replica
+        for batch in parts:
             replica = int(batch.columns[columns.REPLICA][0])
             spent.setdefault(replica, Counter()).update(batch.timings)
-    batch = concatenate(parts)
-    if len(parts) > 1 and spent is not None:
-        batch.timings = _largest(list(spent.values()))
-    return batch
+        whole.timings = _largest(list(spent.values()))
+    return whole
