@@ -25,6 +25,7 @@ from rllib_llm.runs.verify import verify
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import errors_of
 from tests.algorithms import tiny_runs as tiny
+from tests.learners.tiny_learners import build
 from tests.rollouts.tiny_samplers import build_sampler, judged, publication
 
 DIGITS = f"{tiny.HERE}.num_digits"
@@ -52,10 +53,23 @@ def mixed(num_samplers=0, rows=18, **settings):
     return config.update_from_dict(settings)
 
 
+def test_a_temperature_that_all_environments_have_is_not_the_run_s():
+    own = {name: {**entry, "temperature": 0.5} for name, entry in mixed().envs.items()}
+    learner = build(mixed(envs=own))
+    assert learner._temperatures.tolist() == [0.5, 0.5]
+    assert build(mixed(envs={"sums": mixed().envs["sums"]}))._temperatures is None
+
+
+def test_the_rows_need_not_be_a_multiple_of_an_environment_s_completions():
+    config = mixed(rows=16, num_completions=4, minibatch_size=None)
+    config.envs["letters"]["num_completions"] = 3
+    config.validate()
+
+
 @pytest.mark.slow  # a training
 def test_stored_rollouts_are_sampled_again(tmp_path):
     """Each by the settings of its environment, those of evaluations too."""
-    config = mixed().evaluation(evaluation_interval=1, evaluation_duration=6)
+    config = mixed(temperature=1).evaluation(evaluation_interval=1, evaluation_duration=6)
     for name in ("sums", "letters"):
         config.envs[name]["prompts"] |= {"eval_data": tiny.EVAL_PROMPTS}
     with tiny.built(config) as algorithm:

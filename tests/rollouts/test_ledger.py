@@ -78,6 +78,26 @@ def test_of_six_groups_the_best_four_are_learnt_from(schedule, staleness):
         assert account.rejected_groups["not_best"] >= 12 and {*account.rejected} == {"not_best"}
 
 
+def test_groups_that_lost_make_no_room_before_their_batch_is_learnt_from():
+    """What takes their place sooner has the weights before it, and is older than allowed."""
+    for seed in SEEDS:
+        made = ledger(schedule="free", max_staleness=1, num_extra=4, window=8,
+                      oversample_keep="best_score")  # fmt: skip
+        run = Run(made, seed, straggler=19).until(8)
+        assert run.largest_age <= made.rules.largest_age == 2
+
+
+def test_a_run_goes_on_with_another_number_of_environments():
+    for weights in ((1, 1), (3, 2, 1)):
+        before = Run(ledger(max_staleness=1, env_weights=(1, 2)), 0).until(3)
+        going_on = Run(ledger(max_staleness=1, env_weights=weights), 1)
+        going_on.made.set_state(before.made.state())
+        going_on.version = 3
+        going_on.made.publish(PublishedWeights(3))
+        going_on.made.offer(PublishedWeights(2))
+        assert len(going_on.until(3).batches) == 3
+
+
 def test_a_free_run_drops_nothing_that_the_newest_weights_have_sampled():
     for seed in SEEDS:
         made = ledger(schedule="free", max_staleness=1, publish_every=4, on_stale="drop")

@@ -69,6 +69,13 @@ def test_it_continues_at_any_position(by):
     assert dealt(mixture, range(17, 40)) == whole[17:]
 
 
+def test_a_state_of_before_batches_were_dealt_is_taken():
+    mixture = Mixture((1, 1), batch_size=2)
+    older = {name: value for name, value in mixture.state().items() if name != "_quotas"}
+    mixture.set_state({**older, "_dealt": [7, 3]})
+    assert sorted(place.env for place in dealt(mixture, range(2))) == [0, 1]
+
+
 def test_one_environment_has_the_positions_of_all():
     assert dealt(Mixture(), range(3, 6)) == [Place(0, 3), Place(0, 4), Place(0, 5)]
 
