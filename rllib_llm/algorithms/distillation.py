@@ -160,10 +160,8 @@ class MixedRollouts:
             return data
         sampled = self._source.next()
         is_data = torch.zeros_like(sampled.columns[columns.VALID])
-        kept = sampled.columns.keys() & {
-            *data.columns, columns.IMAGE_ROW, columns.TEACHER_PROMPT_IDS,
-            columns.TEACHER_PROMPT_MASK,
-        }  # fmt: skip
+        of_prompts = {columns.IMAGE_ROW, *columns.TEACHER_PROMPTS}
+        kept = sampled.columns.keys() & (data.columns.keys() | of_prompts)
         sampled.columns = {name: sampled.columns[name] for name in kept}
         sampled.columns[columns.FROM_DATA] = is_data
         batch = concatenate([sampled, data.to(is_data.device)])

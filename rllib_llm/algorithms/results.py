@@ -56,9 +56,8 @@ def with_sampling(
 def of_environments(names: Sequence[str], batch: JudgedBatch, version: int) -> dict[str, float]:
     """Metrics of each of several environments, as `<name>/<metric>`; of those that the batch has
     no rows of, their share alone. `version`: of the weights that learn from it."""
-    found: dict[str, float] = {}
     if columns.ENVIRONMENT not in batch.columns:
-        return found
+        return {}
     found = {f"{name}/share_of_batch": 0.0 for name in names}
     num_groups = len(batch.columns[columns.GROUP].unique())
     for number, rows in parts_by_environment(batch):
@@ -172,12 +171,13 @@ def stored_rollouts(config: Any, storage: Any, trial_folder: Path) -> RolloutRec
         seed=config.seed or 0, tokenizer=tokenizer, vocabulary=vocabulary_hash(tokenizer),
     )  # fmt: skip
     chosen = rollouts_in(trial_folder, config.rollouts_path)
-    folder, filesystem = str(chosen), None
-    if isinstance(chosen, UrlPath):
-        folder, filesystem = chosen.path, chosen.filesystem
-    kept_by = None if storage is None or config.rollouts_path else storage.storage_filesystem
-    if kept_by is not None and not isinstance(kept_by, LocalFileSystem):
+    kept_by = LocalFileSystem() if storage is None else storage.storage_filesystem
+    if not config.rollouts_path and not isinstance(kept_by, LocalFileSystem):
         folder, filesystem = f"{storage.trial_fs_path}/{ROLLOUTS}", kept_by
+    elif isinstance(chosen, UrlPath):
+        folder, filesystem = chosen.path, chosen.filesystem
+    else:
+        folder, filesystem = str(chosen), None
     store = RolloutStore(
         folder, filesystem=filesystem, on_error=config.store_on_error,
         keep_iterations=config.store_keep_iterations,

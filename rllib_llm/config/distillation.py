@@ -95,9 +95,8 @@ def distillation_rules(config: Any) -> Iterator[Problem]:
     if not config.distill_coeff or (is_outside and config.envs):  # then entries have theirs
         return
     known = {"model", "quantization", "dtype", "device"} | ({"url"} if is_outside else set())
-    teachers = {"teacher": teacher_of(config)}
-    if "models" in teachers["teacher"]:
-        chosen = teachers["teacher"]
+    teachers = {"teacher": (chosen := teacher_of(config))}
+    if "models" in chosen:
         models = chosen["models"]
         is_whole = isinstance(models, Mapping) and models and isinstance(chosen.get("column"), str)
         if not is_outside or not is_whole or chosen.keys() - {"column", "models"}:

@@ -60,9 +60,13 @@ class Pictures:
         return [{**message, "content": "".join(part.get("text", "") for part in message["content"])}
                 for message in self.first]  # fmt: skip
 
+    def placed_in(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a conversation, the first ones with the places of their images."""
+        return [*self.first, *messages[len(self.first) :]]
+
     def prompt_ids(self, messages: Sequence[Message], chat_format: ChatFormat) -> list[int]:
         """Ids of a whole conversation that begins with the first messages."""
-        turns = with_places([*self.first, *messages[len(self.first) :]], 0)
+        turns = with_places(self.placed_in(messages), 0)
         text = chat_format.render(turns, generation_prompt=True, sees=True)
         ids, self.seen = self.reader.read(text, self.images, self.key, add_special_tokens=False)
         return ids

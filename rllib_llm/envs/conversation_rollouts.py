@@ -283,7 +283,6 @@ _SHOWN = 300  # characters of a reason
 _TOKENS = (
     columns.PROMPT_IDS, columns.PROMPT_MASK, columns.COMPLETION_IDS, columns.COMPLETION_MASK,
 )  # fmt: skip
-_OF_TEACHERS = (columns.TEACHER_PROMPT_IDS, columns.TEACHER_PROMPT_MASK)
 
 
 def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) -> Judgement:
@@ -312,7 +311,7 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
                 "be 'learner' where prompts show images")  # fmt: skip
         tasks = {attempt.row_id: attempt.conversation.task for attempt in attempts}
         has_own = columns.TEACHER_PROMPT_IDS in batch
-        names = (*_OF_TEACHERS, *_TOKENS[2:]) if has_own else _TOKENS
+        names = (*columns.TEACHER_PROMPTS, *_TOKENS[2:]) if has_own else _TOKENS
         told = env.teacher.judge(
             [tasks[row_id] for row_id in batch[columns.ROW_ID].tolist()],
             *(batch[name].to(env.device) for name in names),
@@ -379,8 +378,7 @@ def _reward_batch(env: ConversationEnv, sound: Sequence[Rollout]) -> RewardBatch
         places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         contexts.append(chat[: places[-1]] if places else chat)
         pictures = attempt.conversation.pictures
-        first = [] if pictures is None else pictures.first
-        shown.append([*first, *contexts[-1][len(first) :]])
+        shown.append(contexts[-1] if pictures is None else pictures.placed_in(contexts[-1]))
     tasks = [attempt.conversation.task for attempt in sound]
     names = dict.fromkeys(name for task in tasks for name in task if name != "prompt")
     return RewardBatch(

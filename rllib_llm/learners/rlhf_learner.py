@@ -198,10 +198,7 @@ class RLHFLearner(LanguageModelLearner):
         name = columns.TEACHER_LOGPROBS
         if self.teacher is not None:
             rows = dict(batch)
-            for own, its in (
-                (columns.PROMPT_IDS, columns.TEACHER_PROMPT_IDS),
-                (columns.PROMPT_MASK, columns.TEACHER_PROMPT_MASK),
-            ):
+            for its, own in columns.TEACHER_PROMPTS.items():
                 rows[own] = rows.pop(its, rows[own])
             scored = self.evaluate_rows(
                 rows, [columns.REF_LOGPROBS], ref_logprobs_of=self.teacher

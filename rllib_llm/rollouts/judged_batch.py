@@ -31,10 +31,6 @@ _LEFT_PADDED = (
 _EXPERTS = (columns.PROMPT_EXPERTS, columns.COMPLETION_EXPERTS)  # unknown where rows have none
 # What learners compute for all rows where some lack it, as those of a run with other samplers do.
 _RECOMPUTED = (columns.SAMPLER_VALUES, columns.REF_LOGPROBS, columns.TEACHER_LOGPROBS)
-_TEACHER_PROMPTS = {
-    columns.TEACHER_PROMPT_IDS: columns.PROMPT_IDS,
-    columns.TEACHER_PROMPT_MASK: columns.PROMPT_MASK,
-}
 _TOKEN_IDS = (columns.PROMPT_IDS, columns.COMPLETION_IDS, columns.TEACHER_PROMPT_IDS)
 
 
@@ -283,8 +279,8 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         like = columns.PROMPT_IDS if name == columns.PROMPT_EXPERTS else columns.COMPLETION_IDS
         shape = (*batch.columns[like].shape, kind.shape[2])
         return kind.new_full(shape, columns.UNKNOWN_EXPERT, device=batch.rewards.device)
-    if name in _TEACHER_PROMPTS:  # its teacher reads what the policy reads
-        return batch.columns[_TEACHER_PROMPTS[name]]
+    if name in columns.TEACHER_PROMPTS:  # its teacher reads what the policy reads
+        return batch.columns[columns.TEACHER_PROMPTS[name]]
     if name == columns.REWARDS:  # nothing was earned at turns
         return torch.zeros_like(batch.columns[columns.COMPLETION_MASK], dtype=kind.dtype)
     if name == columns.ROW_WEIGHT:  # each row is a rollout

@@ -129,7 +129,7 @@ class ServingSettings:
     groups_per_lease: that it asks for at once.
     min_valid: completions with a score that a group needs.
     oversample_keep: see `StreamRules`.
-    filters: see `Filters`. env_filters: those of each environment, where there are several.
+    env_filters: of each environment, see `Filters`; (): none.
     by_row: whether groups are sampled row by row, in an engine that new weights reach between two
         steps, where the sampler can.
     max_groups: that a sampler is at work on at once, row by row.
@@ -145,7 +145,6 @@ class ServingSettings:
     groups_per_lease: int = 1
     min_valid: int = 1
     oversample_keep: Keep = "first"
-    filters: tuple[str | Mapping[str, Any], ...] = ()
     env_filters: tuple[tuple[str | Mapping[str, Any], ...], ...] = ()
     env_completions: tuple[int, ...] = ()
     by_row: bool = False
@@ -161,7 +160,7 @@ class ServingSettings:
 
     def filters_of(self, env: int) -> tuple[str | Mapping[str, Any], ...]:
         """The filters of an environment's groups."""
-        return self.env_filters[env] if self.env_filters else self.filters
+        return self.env_filters[env] if self.env_filters else ()
 
 
 def texts_are_due(version: int, every: int) -> bool:

@@ -110,7 +110,7 @@ class DealtLeases:
     completions are the same. Which of them are late is known from their leases.
     """
 
-    answer_seconds, seconds_between_looks = float("inf"), 0.0
+    answers_at_once, answer_seconds, seconds_between_looks = False, float("inf"), 0.0
 
     def __init__(self, actors: SamplerActors, ledger: Ledger, settings: ServingSettings) -> None:
         self.ledger, self._actors, self._settings = ledger, actors, settings
@@ -156,7 +156,7 @@ class PulledLeases:
         answer_seconds: after which one that does not say that it is at work counts as hung.
     """
 
-    wait_seconds, seconds_between_looks = 0.0, SECONDS_BETWEEN_LOOKS
+    answers_at_once, wait_seconds, seconds_between_looks = True, 0.0, SECONDS_BETWEEN_LOOKS
 
     def __init__(
         self, actors: SamplerActors, ledger: RemoteLedger, settings: ServingSettings,
@@ -266,8 +266,7 @@ class RemoteWorkers(Workers):
         self._looked = time.monotonic()
         self._give_back_of_gone()
         self._allow_for_starvation()
-        are_waited_for = not self._leases.seconds_between_looks
-        if not are_waited_for:  # who has answered is asked again at once
+        if self._leases.answers_at_once:  # and is asked again in the same look
             self._take_answers()
         healthy = [worker for worker in self._pool.healthy() if worker not in self._failed]
         idle = [worker for worker in healthy if worker not in self._asked]
@@ -276,7 +275,7 @@ class RemoteWorkers(Workers):
         self._asked |= self._leases.begin(idle, self._asked)
         if not self._asked:
             time.sleep(self._leases.wait_seconds)
-        if are_waited_for:
+        if not self._leases.answers_at_once:
             self._take_answers()
         now = time.monotonic()
         for worker, asked in list(self._asked.items()):

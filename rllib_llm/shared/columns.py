@@ -60,6 +60,7 @@ IMAGES = "image_files"
 # --- of a teacher: its prompts, and where the environment has it what it says -----------------
 TEACHER_PROMPT_IDS = "teacher_prompt_ids"  # [B, Q] int64, left-padded, what a teacher reads instead
 TEACHER_PROMPT_MASK = "teacher_prompt_mask"  # [B, Q] bool
+TEACHER_PROMPTS = {TEACHER_PROMPT_IDS: PROMPT_IDS, TEACHER_PROMPT_MASK: PROMPT_MASK}
 TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32, of the sampled tokens
 TEACHER_TOP_IDS = "teacher_top_ids"  # [B, T, K] int32, its likeliest tokens, from the likeliest on
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # [B, T, K] float32, -inf where it named fewer

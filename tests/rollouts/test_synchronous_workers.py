@@ -79,7 +79,7 @@ class Source(RolloutSource):
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
         ledger = Ledger(rules)
-        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2, filters=filters))
+        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2, env_filters=(filters,)))
         workers = RemoteWorkers(self.pool, dealt, starvation=starvation)
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,

@@ -482,8 +482,8 @@ class World:
 
     def _start(self, name):
         settings = ServingSettings(
-            N, self.rules.groups_per_lease, filters=(f"{__name__}.is_not_dull",), max_groups=3,
-            in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
+            N, self.rules.groups_per_lease, env_filters=((f"{__name__}.is_not_dull",),),
+            max_groups=3, in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
         )  # fmt: skip
         self.ends[name] = SamplerEnd(self, name)
         return LateLoop(self, self.ends[name], ScriptedSampler(), settings)
