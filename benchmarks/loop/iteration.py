@@ -69,7 +69,7 @@ def run_ours(case: Case, bench: Any, folder: Path, steps: int) -> dict[str, Any]
     """Medians over iterations, in this process."""
     import ray
     import torch
-    from stopwatch import Stopwatch, add
+    from benchmarks.common import Stopwatch, add
 
     if "RAY_ADDRESS" not in os.environ:
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=2**27)
