@@ -130,7 +130,7 @@ class RLHF(LanguageModelAlgorithm):
                 self._pools[group] = SamplerPool(actors, self.faults, seconds, num_parts)
         for pool in self._pools.values():
             pool.require_built()
-        self.samples = SampleLog(self.trial_folder)
+        self.samples = SampleLog(self.trial_folder, self.config.env_names)
         self.env_weights: EnvWeights | None = None
         if (chosen := self.config.env_weights) is not None:
             from rllib_llm.algorithms.env_weights import EnvWeights  # few runs need it
