@@ -126,6 +126,20 @@ def test_a_batch_has_the_shares_of_the_weights(whole):
         assert result["objective"]["scores"] == pytest.approx(both)
 
 
+def test_episodes_are_the_completions_that_were_sampled(whole):
+    """Of six groups four have three completions, and two have two."""
+    assert [result["episode"] for result in whole[0]] == [16, 32, 48, 64]
+
+
+def test_rllib_s_own_call_samples_the_first_environment_that_there_is():
+    config = mixed()
+    config.envs["sums"]["weight"] = 0
+    runner = build_sampler(config, worker_index=1)
+    ((batch,),) = (found.policy_batches.values() for found in runner.sample(num_episodes=3))
+    assert batch[columns.ENVIRONMENT].tolist() == [1] * 4
+    assert batch[columns.GROUP].tolist() == [0, 0, 1, 1]
+
+
 def test_conversations_are_learnt_beside_single_completions():
     results, _ = learn(chatty(), 2)
     of = results[-1]["env"]
