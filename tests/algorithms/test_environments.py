@@ -16,6 +16,7 @@ import torch
 from rllib_llm.algorithms.env_weights import Difficulty
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.data.rollouts import open_rollouts
+from rllib_llm.overseer.phases import STARTING, Phases
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
@@ -129,6 +130,31 @@ def test_a_batch_has_the_shares_of_the_weights(whole):
 def test_episodes_are_the_completions_that_were_sampled(whole):
     """Of six groups four have three completions, and two have two."""
     assert [result["episode"] for result in whole[0]] == [16, 32, 48, 64]
+
+
+class Clock:
+    """The time by which a run is measured."""
+
+    now = 100.0
+
+
+def slow_digits(completions):
+    """Half a second for each completion."""
+    Clock.now += len(completions) / 2
+    return tiny.num_digits(completions)
+
+
+def test_throughput_of_each_environment_is_of_its_episodes():
+    """16 completions take 8 seconds: 12/8 and 4/8 a second."""
+    config = mixed()
+    for name in config.envs:
+        config.envs[name]["rewards"] = {"functions": f"{__name__}.slow_digits"}
+    with tiny.built(config) as algorithm:
+        algorithm.phase = Phases(STARTING, clock=lambda: Clock.now)
+        result = algorithm.train()
+    assert result["throughput"]["iteration_seconds"] == 8.0
+    assert (result["env"]["sums/eps"], result["env"]["letters/eps"]) == (1.5, 0.5)
+    assert result["eps"] == 2.0
 
 
 def test_rllib_s_own_call_samples_the_first_environment_that_there_is():
