@@ -99,6 +99,7 @@ class RLHF(LanguageModelAlgorithm):
 
     def setup(self, config) -> None:
         self.weights_version = 0  # learner updates so far
+        self.num_episodes = 0  # completions learnt from so far
         self._server: Any = None  # beside the run
         self._older_weights: tuple[int, FlatBuffer] | tuple[()] = ()  # to be published next
         self.faults = Faults()
@@ -130,7 +131,7 @@ class RLHF(LanguageModelAlgorithm):
                 self._pools[group] = SamplerPool(actors, self.faults, seconds, num_parts)
         for pool in self._pools.values():
             pool.require_built()
-        self.samples = SampleLog(self.trial_folder)
+        self.samples = SampleLog(self.trial_folder, self.config.env_names)
         self.env_weights: EnvWeights | None = None
         if (chosen := self.config.env_weights) is not None:
             from rllib_llm.algorithms.env_weights import EnvWeights  # few runs need it
@@ -190,20 +191,19 @@ class RLHF(LanguageModelAlgorithm):
             from rllib_llm.rollouts.replay import open_replay  # few runs need it
 
             replay = open_replay(self.config)
-        num = self.config.num_completions
         return open_rollouts(
             self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
             self.config.serving_settings(), folder=self.trial_folder / "ledger",
             recorder=self.recorder, publish_again=self._publish_again,
-            tell=lambda prompts: self.phase.progress(f"{prompts * num} are there"),
+            tell=lambda num_prompts: self.phase.progress(f"{num_prompts} are there"),
             replay=replay,
         )  # fmt: skip
 
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
             self.evaluate()
-        num_rows = self.config.num_prompts_per_iteration * self.config.num_completions
-        with self.phase(WAITING, f"sampling and judging {num_rows} completions"):
+        num_prompts = self.config.num_prompts_per_iteration
+        with self.phase(WAITING, f"sampling and judging completions of {num_prompts} prompts"):
             sampled = self.rollouts.next()
         self.tell(sampled.messages)
         self.learn(sampled)
@@ -283,7 +283,8 @@ class RLHF(LanguageModelAlgorithm):
         return self.custom_loop.begin(self.publish_next)
 
     def _record_trained(self, sampled: JudgedBatch, report: dict[str, Any]) -> None:
-        """Stores the batch with the first learner's advantages."""
+        """Counts the batch, and stores it with the first learner's advantages."""
+        self.num_episodes += sampled.fresh.num_rollouts
         if not self.config.store_rollouts:
             return
         found = {name: report[name] for name in (columns.ADVANTAGES,) if name in report}
@@ -413,8 +414,7 @@ class RLHF(LanguageModelAlgorithm):
         for name in self.config.env_names:
             if (num := self.of_envs.get(f"{name}/episodes")) is not None:
                 groups["env"][f"{name}/eps"] = num / seconds["iteration"]
-        rate = sampled.num_rollouts / seconds["iteration"]
-        self.note(groups, self.position * self.config.num_completions, rate)
+        self.note(groups, self.num_episodes, sampled.num_rollouts / seconds["iteration"])
         log_as_rllib(self.metrics, sampled, groups["train"]["rewards"])
         self.log_callbacks(self.env_runner_group, ENV_RUNNER_RESULTS)
         if texts_are_due(self.weights_version - 1, self.config.log_samples_every):
@@ -474,7 +474,8 @@ class RLHF(LanguageModelAlgorithm):
         state = super().get_state(components, not_components=not_components, **kwargs)
         state[PIPELINE_STATE] = {
             "weights_version": self.weights_version, "eval_metrics": self.eval_metrics,
-            **self.rollouts.state(), "recorded": self.recorder.state(),
+            "num_episodes": self.num_episodes, **self.rollouts.state(),
+            "recorded": self.recorder.state(),
             "env_weights": self.env_weights and self.env_weights.get_state(),
         }  # fmt: skip
         published = self.weights.published.version
@@ -493,6 +494,8 @@ class RLHF(LanguageModelAlgorithm):
                 if age < self.config.weights_publish_every:
                     self._older_weights = older
                 self.rollouts.set_state(own)
+                of_older = self.position * self.config.num_completions  # whose state has no count
+                self.num_episodes = own.get("num_episodes", of_older)
                 self.recorder.set_state(own.get("recorded", {}))
                 if self.env_weights is not None and own.get("env_weights"):
                     self.env_weights.set_state(own["env_weights"])

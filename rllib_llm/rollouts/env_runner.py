@@ -285,10 +285,12 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             RuntimeError: it was never given any.
         """
         assert not random_actions, "random token ids are no text"
-        group = self.config.num_completions
+        number, group = next((i, own.num_completions) for i, (name, own)
+                             in enumerate(self._configs.items()) if name in self.envs)  # fmt: skip
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
-        batch = self.sampler.sample(SampleRequest(self._position, num_prompts, group, explore))
+        request = SampleRequest(self._position, num_prompts, group, explore, env=number)
+        batch = self.sampler.sample(request)
         self._position += num_prompts
         for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
             self.metrics.log_value(name, batch.num_rollouts, reduce="sum")

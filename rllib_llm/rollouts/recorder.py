@@ -7,7 +7,7 @@ import datetime
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -292,10 +292,14 @@ class SampleLog:
     """Appends rows {iteration, split, prompt_index, prompt, completion, score, <components>,
     <metrics>}; the prompt of a chat is its turns, and `question` the last user's words. The first
     rows it writes replace those of that iteration and later ones: of a process that went on from
-    the same checkpoint."""
+    the same checkpoint.
 
-    def __init__(self, folder: Path):
-        self.path = folder / SAMPLES_FILE
+    Args:
+        env_names: of the environments, by number, where rows have one: the column `env`.
+    """
+
+    def __init__(self, folder: Path, env_names: Sequence[str] = ()):
+        self.path, self._env_names = folder / SAMPLES_FILE, env_names
         self._is_new = True
         self._file = BestEffort(SAMPLES_FILE)
 
@@ -303,9 +307,14 @@ class SampleLog:
         """Appends `limit` rows of `batch`, of as many prompts as it has, if it has texts."""
         if "completion" not in batch.texts:
             return
-        chosen = _spread(batch.columns[columns.PROMPT_INDEX].tolist(), limit)
+        envs: Sequence[dict[str, str]] = [{}] * batch.num_rows
+        if columns.ENVIRONMENT in batch.columns:
+            numbers = batch.columns[columns.ENVIRONMENT].tolist()
+            envs = [{"env": self._env_names[number]} for number in numbers]
+        prompts = batch.columns[columns.PROMPT_INDEX].tolist()
+        of_rows = [(env.get("env"), prompt) for env, prompt in zip(envs, prompts, strict=True)]
         about = {"iteration": iteration, "split": split}
-        rows = [about | _row(batch, row) for row in chosen]
+        rows = [about | envs[row] | _row(batch, row) for row in _spread(of_rows, limit)]
         with self._file.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._is_new:
@@ -315,9 +324,9 @@ class SampleLog:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _spread(prompts: Sequence[int], limit: int) -> list[int]:
+def _spread(prompts: Sequence[Hashable], limit: int) -> list[int]:
     """`limit` rows, given the prompt of each: one of every prompt before a second of any."""
-    seen: Counter[int] = Counter()
+    seen: Counter[Hashable] = Counter()
     turn = []
     for prompt in prompts:
         turn.append(seen[prompt])

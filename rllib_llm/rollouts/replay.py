@@ -43,18 +43,18 @@ class ReplayBuffer:
 
     def __init__(
         self, *, num_groups: int, capacity: int, max_uses: int = 4, recency: float = 0.0,
-        seed: int = 0, env_names: Sequence[str] = ("",),
+        seed: int = 0, env_names: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.num_groups = num_groups
         self.iteration = 0  # batches handed out
         self._capacity = capacity
         self._max_uses = max_uses
         self._recency = recency
-        self._seed, self._env_names = seed, env_names
+        self._seed, self._env_names = seed, env_names if len(env_names) > 1 else ()
         self._kept: list[_Kept] = []
         self._counts = Counter({"added": 0, "drawn": 0, "evicted": 0, "used_up": 0})
         self._extended = time.monotonic()
-        self._rates = {"added_per_s": 0.0, "drawn_per_s": 0.0}  # since the batch before
+        self._of_batch: dict[str, float] = {}  # metrics of the last one
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -69,11 +69,14 @@ class ReplayBuffer:
         drawn = self.draw()
         self.add(fresh)
         self._extended = time.monotonic()
-        for name in self._counts:
-            if name.rpartition("/")[2] not in ("added", "drawn"):
-                continue
-            rate = (self._counts[name] - before[name]) / max(self._extended - start, 1e-9)
-            self._rates[f"{name}_per_s"] = rate
+        new, seconds = self._counts - before, max(self._extended - start, 1e-9)
+        self._of_batch = {}
+        for prefix in ("", *(f"{name}/" for name in self._env_names)):
+            num_added, num_drawn = new[f"{prefix}added"], new[f"{prefix}drawn"]
+            self._of_batch[f"{prefix}added_per_s"] = num_added / seconds
+            self._of_batch[f"{prefix}drawn_per_s"] = num_drawn / seconds
+            if num := num_added + num_drawn:
+                self._of_batch[f"{prefix}on_policy"] = num_added / num
         if drawn is None:
             return fresh
         drawn = dataclasses.replace(
@@ -102,7 +105,7 @@ class ReplayBuffer:
 
     def _count(self, what: str, groups: Sequence[_Kept]) -> None:
         self._counts[what] += len(groups)
-        if len(self._env_names) > 1:
+        if self._env_names:
             for one in groups:
                 self._counts[f"{self._env_names[one.env]}/{what}"] += 1
 
@@ -124,20 +127,21 @@ class ReplayBuffer:
 
     def metrics(self) -> dict[str, float]:
         """Its size, the groups added, drawn and dropped so far, and of the first two how many in a
-        second since the batch before the last; of each of several environments `<name>/occupancy`
-        and its groups."""
+        second since the batch before the last; `on_policy`, the share of that batch's groups that
+        were fresh, where it had any; of each of several environments `<name>/occupancy` and the
+        same of its groups."""
         uses = [kept.uses for kept in self._kept]
         ages = [self.iteration - kept.iteration for kept in self._kept]
         drawn = self._counts["drawn"] / max(1, self._counts["added"])
-        held = Counter(self._env_names[one.env] for one in self._kept)
-        several = self._env_names if len(self._env_names) > 1 else ()
+        held = Counter(one.env for one in self._kept)
         return {
-            **{f"{name}/occupancy": held[name] / self._capacity for name in several},
+            **{f"{name}/occupancy": held[i] / self._capacity
+               for i, name in enumerate(self._env_names)},
             "groups": float(len(self._kept)),
             "occupancy": len(self._kept) / self._capacity,
             "mean_uses": sum(uses) / max(1, len(uses)),
             "mean_age": sum(ages) / max(1, len(ages)),
-            "reuse": drawn, **self._rates,
+            "reuse": drawn, **self._of_batch,
             **{name: float(count) for name, count in self._counts.items()},
         }
 

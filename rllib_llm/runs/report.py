@@ -192,8 +192,10 @@ def before_after_table(pairs: list[tuple[dict, dict]], num: int = 5) -> Table:
     for name, ratio in (("prompt", 2), ("before", 3), ("after", 3)):
         table.add_column(name, ratio=ratio)
     for before, after in spread(pairs, num):
-        prompt = before.get("question") or before["prompt"]
-        table.add_row(Text(_short(prompt)), _cell(before), _cell(after))
+        prompt = Text(_short(before.get("question") or before["prompt"]))
+        env = Text(before.get("env", ""), style="dim")  # of several environments
+        shown = Group(prompt, env) if env else prompt
+        table.add_row(shown, _cell(before), _cell(after))
     return table
 
 

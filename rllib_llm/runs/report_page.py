@@ -115,7 +115,7 @@ def _trial(label: str, trial_folder: Place) -> dict[str, Any]:
     settings = flatten(read_json(trial_folder / SETTINGS_FILE))
     compared = before_and_after(read_json_lines(trial_folder / SAMPLES_FILE))
     pairs = [
-        {"prompt": before.get("question") or before["prompt"],
+        {"env": before.get("env", ""), "prompt": before.get("question") or before["prompt"],
          "before": before["completion"], "after": after["completion"],
          "score_before": before.get("score"), "score_after": after.get("score")}
         for before, after in spread(compared, MAX_PAIRS)
@@ -196,7 +196,8 @@ def page_rows(trial_folder: Place, limit: int = MAX_ROWS) -> list[dict[str, Any]
             return [_of_rollout(row, texts, row["env"] if several else "") for row in rows]
     return [
         {
-            "iteration": row.get("iteration"), "split": row.get("split", "train"),
+            "iteration": row.get("iteration"),
+            "split": f"{row.get('split', 'train')} {row.get('env', '')}".strip(),
             "prompt": row.get("prompt", ""), "completion": row.get("completion", ""),
             "score": row.get("score"), "tokens": [],
             "parts": {name: value for name, value in row.items()

@@ -141,15 +141,19 @@ def fresh_series(results: list[dict[str, Any]], x: str, y: str) -> tuple[list[fl
 def before_and_after(samples: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
     """Return (first, last) sampled rows of each held-out prompt, in the order of the prompts.
 
-    The first and the last evaluation are compared; a prompt is matched by its index.
+    The first and the last evaluation are compared; a prompt is matched by its environment's name,
+    where there are several, and its index.
     """
     held_out = [row for row in samples if row.get("split") == "eval"]
     iterations = sorted({row["iteration"] for row in held_out})
     if len(iterations) < 2:
         return []
-    first = {row["prompt_index"]: row for row in held_out if row["iteration"] == iterations[0]}
-    last = {row["prompt_index"]: row for row in held_out if row["iteration"] == iterations[-1]}
-    return [(first[index], last[index]) for index in sorted(first.keys() & last.keys())]
+    first, last = (
+        {(row.get("env", ""), row["prompt_index"]): row
+         for row in held_out if row["iteration"] == iteration}
+        for iteration in (iterations[0], iterations[-1])
+    )  # fmt: skip
+    return [(first[prompt], last[prompt]) for prompt in sorted(first.keys() & last.keys())]
 
 
 RLLIB_FILES = ("*.pkl", "metadata.json")  # beside the model in a checkpoint

@@ -16,6 +16,7 @@ import torch
 from rllib_llm.algorithms.env_weights import Difficulty
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.data.rollouts import open_rollouts
+from rllib_llm.overseer.phases import STARTING, Phases
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
@@ -124,6 +125,45 @@ def test_a_batch_has_the_shares_of_the_weights(whole):
         assert of["sums/reward"] == pytest.approx(of["sums/num_digits_rewards"])
         both = (12 * of["sums/reward"] + 4 * of["letters/reward"]) / 16
         assert result["objective"]["scores"] == pytest.approx(both)
+
+
+def test_episodes_are_the_completions_that_were_sampled(whole):
+    """Of six groups four have three completions, and two have two."""
+    assert [result["episode"] for result in whole[0]] == [16, 32, 48, 64]
+
+
+class Clock:
+    """The time by which a run is measured."""
+
+    now = 100.0
+
+
+def slow_digits(completions):
+    """Half a second for each completion."""
+    Clock.now += len(completions) / 2
+    return tiny.num_digits(completions)
+
+
+def test_throughput_of_each_environment_is_of_its_episodes():
+    """16 completions take 8 seconds: 12/8 and 4/8 a second."""
+    config = mixed()
+    for name in config.envs:
+        config.envs[name]["rewards"] = {"functions": f"{__name__}.slow_digits"}
+    with tiny.built(config) as algorithm:
+        algorithm.phase = Phases(STARTING, clock=lambda: Clock.now)
+        result = algorithm.train()
+    assert result["throughput"]["iteration_seconds"] == 8.0
+    assert (result["env"]["sums/eps"], result["env"]["letters/eps"]) == (1.5, 0.5)
+    assert result["eps"] == 2.0
+
+
+def test_rllib_s_own_call_samples_the_first_environment_that_there_is():
+    config = mixed()
+    config.envs["sums"]["weight"] = 0
+    runner = build_sampler(config, worker_index=1)
+    ((batch,),) = (found.policy_batches.values() for found in runner.sample(num_episodes=3))
+    assert batch[columns.ENVIRONMENT].tolist() == [1] * 4
+    assert batch[columns.GROUP].tolist() == [0, 0, 1, 1]
 
 
 def test_conversations_are_learnt_beside_single_completions():

@@ -60,8 +60,7 @@ def test_the_oldest_goes_where_there_is_no_room():
     assert drawn(buffer, 9, 3) == [1, 2, 3]
     assert metrics(buffer, 4) == {
         "groups": 3, "occupancy": 1.0, "mean_uses": 2.0, "mean_age": pytest.approx(7 / 3),
-        "reuse": 0.75, "added_per_s": 0.0, "drawn_per_s": 0.0,
-        "added": 4, "drawn": 3, "evicted": 1, "used_up": 0,
+        "reuse": 0.75, "added": 4, "drawn": 3, "evicted": 1, "used_up": 0,
     }  # fmt: skip
 
 
@@ -152,6 +151,7 @@ def test_rates_are_of_the_last_batch(monkeypatch):
     assert buffer.metrics()["added_per_s"] == 3 / 2 and buffer.metrics()["drawn_per_s"] == 0
     buffer.extend(batch(4))
     assert buffer.metrics()["added_per_s"] == 1 / 2 and buffer.metrics()["drawn_per_s"] == 2 / 2
+    assert buffer.metrics()["on_policy"] == 1 / 3
     buffer.extend(batch(5))
     assert buffer.metrics()["drawn_per_s"] == 2 / 5
 
@@ -172,4 +172,19 @@ def test_each_environment_has_its_counts_and_rates(monkeypatch):
     assert (found["math/occupancy"], found["chat/occupancy"]) == (2 / 4, 2 / 4)
     assert (found["math/added"], found["chat/added"]) == (2, 2)
     assert (found["math/added_per_s"], found["chat/added_per_s"]) == (0, 1 / 2)
-    assert found["math/drawn_per_s"] + found.get("chat/drawn_per_s", 0) == 2 / 2
+    assert found["math/drawn_per_s"] + found["chat/drawn_per_s"] == 2 / 2
+
+
+def test_on_policy_is_the_share_of_fresh_groups_of_each_environment():
+    """Only math's group is held when the second batch comes, which has both."""
+    buffer = buffer_of(4, max_uses=9, env_names=("math", "chat"))
+    found = []
+    for groups in ((2,), (4, 1, 3)):
+        rows = batch(*groups)
+        rows.columns[columns.ENVIRONMENT] = (rows.columns[columns.GROUP] % 2).int()
+        buffer.extend(rows)
+        found.append({n: value for n, value in buffer.metrics().items() if "on_policy" in n})
+    assert found == [
+        {"on_policy": 1.0, "math/on_policy": 1.0},
+        {"on_policy": 3 / 4, "math/on_policy": 1 / 2, "chat/on_policy": 1.0},
+    ]

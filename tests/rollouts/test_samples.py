@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import torch
+from rich.console import Console
 
 from rllib_llm.rollouts.recorder import SampleLog
 from rllib_llm.rollouts.schedule import texts_are_due
-from rllib_llm.runs.results import read_json_lines
+from rllib_llm.runs.report import before_after_table
+from rllib_llm.runs.report_page import page_rows
+from rllib_llm.runs.results import before_and_after, read_json_lines
 from rllib_llm.shared import columns
 
 
@@ -61,6 +65,30 @@ def test_rows_of_different_prompts_are_written_first(tmp_path):
     assert written(3) == ["c0", "c3", "c6"]
     assert written(4) == ["c0", "c1", "c3", "c6"]
     assert written(9) == texts
+
+
+def test_of_several_environments_each_row_has_the_name(tmp_path):
+    """Their prompts of the same index are others."""
+    rows = SimpleNamespace(
+        num_rows=4, texts={"prompt": [*"aabb"], "completion": [*"wxyz"]}, components={}, metrics={},
+        columns={
+            columns.PROMPT_INDEX: torch.zeros(4, dtype=torch.int64), columns.SCORES: torch.zeros(4),
+            columns.ENVIRONMENT: torch.tensor([1, 1, 0, 0]),
+        },
+    )  # fmt: skip
+    log = SampleLog(tmp_path, ["sums", "chat"])
+    for iteration in (0, 5):
+        log.write(rows, iteration=iteration, split="eval", limit=2)
+    found = read_json_lines(log.path)
+    assert [(row["env"], row["completion"]) for row in found] == [("chat", "w"), ("sums", "y")] * 2
+    pairs = before_and_after(found)
+    assert [(before["env"], after["env"]) for before, after in pairs] == [
+        ("chat", "chat"), ("sums", "sums"),
+    ]  # fmt: skip
+    console = Console(file=io.StringIO(), width=100)
+    console.print(before_after_table(pairs))
+    assert "chat" in console.file.getvalue() and "sums" in console.file.getvalue()
+    assert [row["split"] for row in page_rows(tmp_path)] == ["eval chat", "eval sums"] * 2
 
 
 def test_texts_of_short_runs_are_logged_more_than_once():

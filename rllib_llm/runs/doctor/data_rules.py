@@ -383,7 +383,7 @@ def _leak(
 def _prompts(stage: Stage, rows: Rows) -> Iterator[Problem]:
     config, env = stage.config, stage.env
     num = len(rows)
-    if num < (least := math.floor(stage.share * config.num_prompts_per_iteration)):
+    if num < (least := math.floor(stage.num_prompts)):
         yield warning(
             "prompts", f"have at least the {least} rows of an iteration",
             f"of {num} rows some stand in one batch several times", "Add prompts",

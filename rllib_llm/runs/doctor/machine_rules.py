@@ -23,8 +23,8 @@ from packaging.version import Version
 
 from rllib_llm.algorithms.language_model_config import AUTO
 from rllib_llm.modules.model_source import TruncatedWeightsError, num_parameters
-from rllib_llm.runs.doctor.stage import Stage, of_each_env
-from rllib_llm.shared.dotted import as_list
+from rllib_llm.runs.doctor.stage import Stage, of_each_env, parts_of
+from rllib_llm.shared.dotted import as_list, named_model
 from rllib_llm.shared.errors import Problem, note, warning
 from rllib_llm.shared.process import (
     free_memory,
@@ -196,16 +196,20 @@ TIGHT = 0.8  # of the memory
 def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """The memory of each kind of process of a stage, against that of the machine, on GPUs of
     the smallest; models of unknown size count as nothing."""
-    config = stage.config
+    config, parts = stage.config, [*parts_of(stage)]
     try:
-        sizes = {name: num_parameters(folder) or 0 for name, folder in stage.models().items()}
+        sizes = {
+            part.entry: {name: num_parameters(path) or 0 for name, path in part.models().items()}
+            for part in (stage, *parts)
+        }
     except TruncatedWeightsError:  # a finding of its own
         return
-    policy, num_learners = sizes.get("model", 0), max(1, stage.num_learners)
+    policy, num_learners = sizes[""].get("model", 0), max(1, stage.num_learners)
     learner = PROCESS_BYTES + _learner_bytes(stage, policy)
     shares = [("learner", num_learners, learner)]  # process, how many of them, bytes of each
     if stage.is_rlhf:
-        sampler = _sampler_bytes(stage, sizes)
+        opened = [(part, sizes[part.entry]) for part in parts if part.num_prompts]
+        sampler = _sampler_bytes(stage, policy, opened)
         if stage.num_samplers:
             own = PROCESS_BYTES + policy * _computing_bytes(config)
             shares.append(("sampler", stage.num_samplers, own + sampler))
@@ -243,30 +247,41 @@ def _learner_bytes(stage: Stage, policy: int) -> float:
     return 2 * learner if getattr(config, "critic", "none") == "separate" else learner
 
 
-def _sampler_bytes(stage: Stage, sizes: Mapping[str, int]) -> float:
-    """KV cache and frozen models."""
+def _sampler_bytes(
+    stage: Stage, policy: int, parts: Sequence[tuple[Stage, Mapping[str, int]]]
+) -> float:
+    """KV cache and frozen models; of several environments, which have each its `sizes`, as many and
+    as long rows as any has, and all frozen models, those that are alike once."""
     from rllib_llm.modules.model_source import text_config
 
-    config, policy, total = stage.config, sizes.get("model", 0), 0.0
+    config, total = stage.config, 0.0
     if policy:
         model: Any = text_config(config.pretrained_model)
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-        rows = config.total_train_batch_size / max(1, stage.num_samplers)
+        most = max(part.config.num_completions for part, _ in parts)
+        rows = stage.num_prompts * most / max(1, stage.num_samplers)
         rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
-        tokens = stage.env.get("max_prompt_len", 0) + config.max_new_tokens
+        tokens = max(part.env.get("max_prompt_len", 0) + part.config.max_new_tokens
+                     for part, _ in parts)  # fmt: skip
         of_token = model.num_hidden_layers * 2 * heads * size * _computing_bytes(config)
         total = float(rows * tokens * of_token)
-    for name in ("reward_model", "reference"):
-        given, is_reference = stage.env.get(name), name == "reference"
-        needs_reference = bool(config.ref_kl_coeff) and config.lora is None
-        if given is None and not (is_reference and needs_reference):
-            continue
-        settings = given if isinstance(given, dict) else {}
-        default = "bf16" if config.mixed_precision else "none"
-        kept = FROZEN_BYTES.get(str(settings.get("quantization", default)), 4.0)
-        total += (sizes.get(name) or (policy if is_reference else 0)) * kept
-    return total
+    frozen: dict[tuple[str, ...], float] = {}
+    for part, sizes in parts:
+        named = {name: part.env.get(name) for name in ("reward_model", "reference")}
+        if named["reference"] is None and config.ref_kl_coeff and config.lora is None:
+            named["reference"] = config.pretrained_model
+        if config.distill_coeff and config.teacher_in == "environment":
+            named["teacher"] = part.config.teacher
+        for name, given in named.items():
+            if given is not None:
+                settings = named_model(given)
+                default = "bf16" if config.mixed_precision else "none"
+                kept = str(settings.get("quantization", default))
+                size = sizes.get(name) or (policy if name == "reference" else 0)
+                key = "judge" if name == "reward_model" else "model", str(settings.get("model")), kept
+                frozen[key] = size * FROZEN_BYTES.get(kept, 4.0)
+    return total + sum(frozen.values())
 
 
 def _item_bytes(config: Any) -> int:

@@ -24,10 +24,9 @@ SAMPLE = "The sum of 12 and 30 is 42.\nIsn't it? (Yes, it is!)"
 
 def model_rules(stage: Stage) -> Iterator[Problem]:
     """Problems of every local folder that the stage reads a model from."""
-    for setting, folder in stage.models().items():
-        yield from _weights(setting, Path(folder))
-    for setting in ("model", "reference", "reward_model") if stage.is_rlhf else ():
-        yield from _kind(setting, stage)
+    yield from _folders(stage)
+    if stage.is_rlhf and stage.config.envs:
+        yield from of_each_env(_folders, stage)
     model, lora = stage.config.pretrained_model, stage.config.lora
     if not is_here(model) or not (stage.is_rlhf or model is not None):
         return
@@ -38,6 +37,14 @@ def model_rules(stage: Stage) -> Iterator[Problem]:
 
         # The policy has the layers that it names.
         yield from refusals(lambda: add_adapters(without_weights(model), lora))
+
+
+def _folders(stage: Stage) -> Iterator[Problem]:
+    for setting, folder in stage.models().items():
+        yield from _weights(setting, Path(folder))
+    of_run = () if stage.entry else ("model",)
+    for setting in (*of_run, "reference", "reward_model") if stage.is_rlhf else ():
+        yield from _kind(setting, stage)
 
 
 def _weights(setting: str, folder: Path) -> Iterator[Problem]:

@@ -65,7 +65,7 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
             yield from _look(term, read_answer(term, answer, batch), batch)
         except ValueError as error:
             yield from problems_of(error)
-    num = stage.config.total_train_batch_size / max(1, stage.num_samplers)
+    num = stage.num_prompts * stage.config.num_completions / max(1, stage.num_samplers)
     expected = seconds / NUM_ROWS * num
     if expected > SLOW_SECONDS:
         yield warning(

@@ -25,14 +25,19 @@ class Stage:
 
     config: of the first point of its search space.
     env: every setting of its environment with the defaults, {} where it is not one of ours.
-    entry: of one of several environments, its name. share: of the groups that it has.
+    entry: of one of several environments, its name.
+    num_prompts: of an iteration, those of its environment; 0 where it learns from texts.
     """
 
     experiment: Experiment
     config: Any
     env: Mapping[str, Any] = field(default_factory=dict)
     entry: str = ""
-    share: float = 1.0
+    num_prompts: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.entry and self.is_rlhf:
+            self.num_prompts = self.config.num_prompts_per_iteration
 
     @property
     def is_rlhf(self) -> bool:
@@ -68,7 +73,8 @@ class Stage:
         return planned_iterations(self.experiment.stop, self.config)
 
     def models(self) -> dict[str, str]:
-        """Every model that is read, by the setting that names it, where it is a local folder."""
+        """Every model that is read, by the setting that names it, where it is a local folder; of
+        one of several environments, those of its own."""
         return {
             setting: str(Path(value).expanduser())
             for setting, value in self._named_models().items()
@@ -81,11 +87,15 @@ class Stage:
         return model.made_by if isinstance(model, StandIn) else None
 
     def _named_models(self) -> dict[str, Any]:
-        named = {
+        of_run = {
             "model": self.config.pretrained_model,
             "critic_model": getattr(self.config, "critic_model", None),
+        }
+        named = {
+            **({} if self.entry else of_run),
             "reward_model": self.env.get("reward_model"),
             "reference": self.env.get("reference"),
+            "teacher": getattr(self.config, "teacher", None),
         }
         return {setting: named_model(value).get("model") for setting, value in named.items()}
 
@@ -122,17 +132,23 @@ def env_settings(config: Any) -> dict[str, Any]:
     return env
 
 
+def parts_of(stage: Stage) -> Iterator[Stage]:
+    """The stages of each of its environments if it has several, else itself."""
+    if not stage.is_rlhf or not stage.config.envs:
+        yield stage
+        return
+    weights = stage.config.weights_of_envs()
+    for (name, own), weight in zip(stage.config.env_configs().items(), weights, strict=True):
+        num_prompts = stage.num_prompts * weight / sum(weights)
+        yield replace(
+            stage, config=own, env=env_settings(own), entry=name, num_prompts=num_prompts
+        )
+
+
 def of_each_env(
     rule: Callable[..., Iterable[Problem]], stage: Stage, **settings: Any
 ) -> Iterator[Problem]:
     """Problems that a rule finds in a stage, or in each of its environments if it has several."""
-    if not stage.is_rlhf or not stage.config.envs:
-        yield from rule(stage, **settings)
-        return
-    weights = stage.config.weights_of_envs()
-    for (name, own), weight in zip(stage.config.env_configs().items(), weights, strict=True):
-        share = weight / sum(weights)
-        part = replace(stage, config=own, env=env_settings(own), entry=name, share=share)
+    for part in parts_of(stage):
         for problem in rule(part, **settings):
-            yield problem.within(f"envs.{name}")
-
+            yield problem.within(f"envs.{part.entry}") if part.entry else problem

@@ -139,9 +139,13 @@ function mapView(trials, field) {
   return [table([field === "settings" ? "setting" : "of the environment", ...trials.map(nameOf)], rows)];
 }
 function pairsView(trials) {
-  return trials.flatMap((trial) => !trial.pairs.length ? [] : [make("h2", { text: nameOf(trial) }),
-    table(["prompt", "before", "score", "after", "score"], trial.pairs.map((pair) => ({
-      cells: [pair.prompt, pair.before, shown(pair.score_before), pair.after, shown(pair.score_after)] })), [2, 4], "rows")]);
+  return trials.flatMap((trial) => {
+    const several = trial.pairs.some((pair) => pair.env);
+    return !trial.pairs.length ? [] : [make("h2", { text: nameOf(trial) }),
+      table([...(several ? ["environment"] : []), "prompt", "before", "score", "after", "score"], trial.pairs.map((pair) => ({
+        cells: [...(several ? [pair.env] : []), pair.prompt, pair.before, shown(pair.score_before), pair.after, shown(pair.score_after)] })),
+        several ? [3, 5] : [2, 4], "rows")];
+  });
 }
 
 // --- completions ----------------------------------------------------------------------------

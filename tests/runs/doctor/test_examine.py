@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rllib_llm.envs.prompts import PromptSource
+from rllib_llm.modules.model_source import num_parameters
 from rllib_llm.runs.doctor.examine import examine, run_rules, two_iterations
-from rllib_llm.runs.doctor.machine_rules import GIB, Machine, server_rules
+from rllib_llm.runs.doctor.machine_rules import GIB, Machine, memory_rules, server_rules
 from rllib_llm.runs.doctor.reward_rules import answer_scores
 from rllib_llm.runs.plan import check_experiments, examined
 from rllib_llm.runs.yaml_loader import load, parse
@@ -617,3 +618,41 @@ def test_each_of_several_environments_is_looked_at():
     assert {called(problem) for problem in found(experiment)} == {
         "envs.wrong.top_k", "envs.wrong.prompts", "envs.wrong: reward 'constant'",
     }  # fmt: skip
+
+
+def test_the_prompts_of_an_iteration_are_the_run_s_however_many_completions_an_entry_has():
+    """Of 4 groups, not of 16 completions alone, half are of two rows."""
+    rewards = {"functions": f"{HERE}.right"}
+    entry = {"prompts": {"data": SUMS[:2]}, "rewards": rewards}
+    experiment = grpo(envs={"one": {**entry, "num_completions": 2}, "other": entry})
+    experiment.config.pop("env_config")
+    assert not found(experiment)
+    experiment.config["envs"]["one"]["weight"] = 3
+    assert [called(problem) for problem in found(experiment)] == ["envs.one.prompts"]
+
+
+def test_memory_is_that_of_all_environments_of_a_run(folders):
+    """To the byte: 16 rows of the longest prompt and completion, the judge that two share once."""
+    judge = {"model": folders["judge"]}
+    entry = {"prompts": {"data": SUMS, "max_prompt_len": 20}, "rewards": judge}
+    envs = {"one": {**entry, "num_completions": 2}, "other": {**entry, "max_new_tokens": 3},
+            "closed": {"weight": 0, "prompts": {"data": SUMS, "max_prompt_len": 99},
+                       "rewards": {"model": folders["sound"]}}}  # fmt: skip
+    experiment = grpo(model=folders["sound"], envs=envs, ref_kl_coeff=0.1)
+    experiment.config.pop("env_config")
+    policy, judge_size = (num_parameters(folders[name]) for name in ("sound", "judge"))
+    shape = llama().config
+    of_token = shape.num_hidden_layers * 2 * shape.num_key_value_heads * shape.head_dim * 4
+    cache = 16 * (20 + experiment.config["max_new_tokens"]) * of_token
+    needed = GIB // 2 + policy * (4 + 4 + 8) + cache + 4 * (policy + judge_size)
+    for memory, severity in ((needed, "warning"), (needed - 1, "error")):
+        stage = examined(experiment).stage
+        (problem,) = memory_rules(stage, dataclasses.replace(MACHINE, memory=memory))
+        assert problem.severity == severity
+
+
+def test_a_broken_model_of_an_entry_is_named_as_the_entry_s(folders):
+    entry = {"prompts": {"data": SUMS}, "rewards": {"model": folders["truncated"]}}
+    experiment = grpo(model=folders["sound"], envs={"one": entry})
+    experiment.config.pop("env_config")
+    assert "envs.one" in {called(problem).rpartition(".")[0] for problem in found(experiment)}
