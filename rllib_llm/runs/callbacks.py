@@ -185,8 +185,10 @@ class RestartHungTrials(Callback):
             self._looked[name] = now
         if now - self._looked[name] >= LOOK_SECONDS or silent > limit:
             self._looked[name] = now
-            starved = self._starved[name].take()
-            self._heard[name] = now if _is_paused(trial) else min(now, self._heard[name] + starved)
+            starved, folder = self._starved[name].take(), local_folder(trial)
+            activity = None if folder is None else TrialEar(folder).activity()
+            is_paused = activity is not None and activity[0].startswith(PAUSED)
+            self._heard[name] = now if is_paused else min(now, self._heard[name] + starved)
         return now - self._heard[name]
 
 
@@ -256,13 +258,6 @@ def memory_text(message: str) -> str:
     ]
     most = f" Most was used by {', '.join(users[:MAX_USERS])}." if users else ""
     return f"Ray killed a trial's process, since the memory was full{full}.{most}"
-
-
-def _is_paused(trial: Any) -> bool:
-    """Whether a trial on this machine has recorded that it is paused."""
-    folder = local_folder(trial)
-    said = None if folder is None else TrialEar(folder).activity()
-    return said is not None and said[0].startswith(PAUSED)
 
 
 class ResultLog(JsonLoggerCallback):

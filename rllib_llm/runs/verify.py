@@ -232,7 +232,9 @@ class _Trial:
         self.held_out = self.config.get_evaluation_config_object() or self.config
         # Those of each environment, by its name.
         self._trained, self._evaluated = self.config.env_configs(), self.held_out.env_configs()
-        is_agents = any(map(_is_agents, self._trained.values()))
+        made = [creator(config.env) for config in self._trained.values()]
+        kinds = [one.args[0] if isinstance(one, functools.partial) else one for one in made]
+        is_agents = any(isinstance(kind, type) and issubclass(kind, AgentEnv) for kind in kinds)
         for name, holds, rule in (
             ("engine", self.config.engine == "torch", "be 'torch'"),
             ("generate_function", self.config.generate_function is None, "be None"),
@@ -387,13 +389,6 @@ class _Trial:
 
     def _text(self, token: int) -> str:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
-
-
-def _is_agents(config: Any) -> bool:
-    """Whether agents hold the conversations of an environment."""
-    made = creator(config.env)
-    kind = made.args[0] if isinstance(made, functools.partial) else made
-    return isinstance(kind, type) and issubclass(kind, AgentEnv)
 
 
 def _named(versions: Collection[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,7 +167,9 @@ def test_a_starved_trial_is_not_a_hung_one(world, monkeypatch):
 def test_a_trial_that_was_paused_is_given_time_again(world, monkeypatch):
     clock, killed = world
     says_paused = [True]
-    monkeypatch.setattr(module, "_is_paused", lambda trial: says_paused[0])
+    ear = SimpleNamespace(activity=lambda: ("paused: ..", 0.0) if says_paused[0] else None)
+    monkeypatch.setattr(module, "local_folder", lambda trial: Path("a"))
+    monkeypatch.setattr(module, "TrialEar", lambda folder: ear)
     callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
     callback.on_trial_start(0, trials, trials[0])
     silent_for(clock, callback, trials, 10_000)
