@@ -345,22 +345,19 @@ class _Trial:
         # Not >: what is no number differs.
         differs = next((i for i, e in enumerate(errors) if not e <= self._round_off), same)
         if differs < len(stored):
-            of.differences.append(self._difference(piece, made, differs))
+            i, kept = differs, stored[differs]
+            sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
+            miss = 0.0 if kept == sampled else self._miss(piece, i)
+            of.differences.append(Difference(
+                token=piece.start + i, stored_id=kept, sampled_id=sampled, stored=self._text(kept),
+                sampled=self._text(sampled), stored_logprob=logprobs[i],
+                sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan,
+                miss=miss, is_round_off=kept != sampled and miss <= self._round_off,
+            ))  # fmt: skip
         of.logprob_errors += errors
         of.num_tokens += len(stored)
         of.num_unknown -= len(stored)
         of.has_same_tokens &= same == len(stored)
-
-    def _difference(self, piece: _Piece, made: Ended, i: int) -> Difference:
-        stored = piece.row["completion_ids"][piece.start + i]
-        sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
-        miss = 0.0 if stored == sampled else self._miss(piece, i)
-        return Difference(
-            token=piece.start + i, stored_id=stored, sampled_id=sampled, stored=self._text(stored),
-            sampled=self._text(sampled), stored_logprob=piece.row["logprobs"][piece.start + i],
-            sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan, miss=miss,
-            is_round_off=stored != sampled and miss <= self._round_off,
-        )  # fmt: skip
 
     @torch.inference_mode()
     def _miss(self, piece: _Piece, i: int) -> float:
