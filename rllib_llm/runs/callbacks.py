@@ -189,6 +189,7 @@ class RestartHungTrials(Callback):
         return now - self._heard[name]
 
 
+# Of the message of Ray's error, which has these numbers in no other form.
 USED = re.compile(r"was (?P<used>[\d.]+)GB used / (?P<total>[\d.]+)GB limit")
 USER = re.compile(r"^(?P<pid>\d+)\t(?P<gigabytes>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
 MAX_USERS = 3  # that are named

@@ -166,7 +166,8 @@ class LiveTable(Callback):
             self._print_line(row)
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        """Read, once a second, the messages and activities of the trials' processes."""
+        """Read, once a second, the messages and activities of the trials' processes: Tune passes on
+        results alone."""
         now = time.monotonic()
         if now - self._last_poll < POLL_S:
             return
