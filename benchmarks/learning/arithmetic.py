@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from rllib_llm.config.schema import build_config
+from rllib_llm.config.schema import checked_config
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.results import flatten
 from rllib_llm.runs.yaml_loader import load, read
+from rllib_llm.shared.errors import report
 
 PRECISIONS = ("float32", "bf16")
 FOLDER = Path(__file__).parents[2] / "tuned_examples"
@@ -37,7 +38,9 @@ def run_stage(experiment: Experiment, model_folder: Path) -> list[dict[str, Any]
     """The results of all iterations; the trained model goes to `model_folder`."""
     settings = {**experiment.config, **({"env": experiment.env} if experiment.env else {})}
     algo_class = algorithm_class(experiment.run, experiment.name)
-    algorithm = build_config(algo_class, settings, experiment.name).build_algo()
+    config, found = checked_config(algo_class, settings)
+    report(found)
+    algorithm = config.build_algo()
     try:
         results = [flatten(algorithm.train()) for _ in range(experiment.stop["training_iteration"])]
         algorithm.export_model(model_folder)

@@ -28,7 +28,6 @@ from rllib_llm.config.model import (
     LEARNERS,
     OPTIMISER,
     adapter_rules,
-    batch_rules,
     optimiser_rules,
     precision_rules,
 )
@@ -242,9 +241,7 @@ class LanguageModelConfig(TabledConfig):
             self.chat_template = read_chat_template(self.chat_template)
         yield from ()
 
-    rules: tuple[Rule, ...] = (
-        model_rules, optimiser_rules, batch_rules, precision_rules, adapter_rules,
-    )  # fmt: skip
+    rules: tuple[Rule, ...] = (model_rules, optimiser_rules, precision_rules, adapter_rules)
 
     def _settle(self) -> None:
         # A default mini-batch is no larger than the batch that somebody has chosen.

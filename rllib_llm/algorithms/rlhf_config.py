@@ -19,7 +19,7 @@ from rllib_llm.config.environments import (
     environment_rules,
     has_held_out,
 )
-from rllib_llm.config.experts import BALANCE, ROUTING_REPLAY, balance_rules, routing_rules
+from rllib_llm.config.experts import BALANCE, ROUTING_REPLAY, expert_rules
 from rllib_llm.config.loss import (
     LOSS,
     REFERENCE,
@@ -297,7 +297,7 @@ class RLHFConfig(LanguageModelConfig):
 
     rules = (
         *LanguageModelConfig.rules, loss_rules, advantage_rules, reference_rules,
-        distillation_rules, balance_rules, routing_rules, sampling_rules, transport_rules,
+        distillation_rules, expert_rules, sampling_rules, transport_rules,
         engine_rules, follower_rules, off_policy_rules, streaming_rules,
         environment_rules, env_rules, evaluation_rules, eval_env_rules,
     )  # fmt: skip

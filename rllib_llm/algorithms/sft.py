@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 
 from rllib_llm.algorithms.supervised import Supervised, SupervisedConfig
-from rllib_llm.config.experts import BALANCE, balance_rules
+from rllib_llm.config.experts import BALANCE, expert_rules
 from rllib_llm.config.sections import SectionMethod
 from rllib_llm.data.mixture import MixedSource
 from rllib_llm.data.texts import BatchSource, TextSource
@@ -30,7 +30,7 @@ class SFTConfig(SupervisedConfig):
     """The loss is the mean cross-entropy of the completion's (or the assistant's) tokens."""
 
     sections: tuple[Section, ...] = (*SupervisedConfig.sections, LOSS_ON, BALANCE)
-    rules = (*SupervisedConfig.rules, balance_rules)
+    rules = (*SupervisedConfig.rules, expert_rules)
     source_class = TextSource
     module_path = "rllib_llm.modules.rl_modules:CausalLMModule"
     learner_path = "rllib_llm.learners.supervised_learners:SFTLearner"

@@ -40,18 +40,14 @@ BALANCE = Section.of("experts", Balance)
 ROUTING_REPLAY = Section.of("experts", Replay)
 
 
-def balance_rules(config: Any) -> Iterator[Problem]:
-    """Routers are seen in the learner."""
+def expert_rules(config: Any) -> Iterator[Problem]:
+    """Routers are seen in the learner, and the sampler can say which experts it chose."""
     for name in ("router_aux_coeff", "routing_replay"):
         if getattr(config, name, 0) and config.torch_compile_learner:
             yield wrong(config, name, "off with torch_compile_learner",
                         "routers are watched between operations, which a compiled layer hides",
                         "Leave out torch_compile_learner")  # fmt: skip
-
-
-def routing_rules(config: Any) -> Iterator[Problem]:
-    """The sampler can say which experts it chose."""
-    if not config.routing_replay or config.in_evaluation:
+    if not getattr(config, "routing_replay", False) or config.in_evaluation:
         return
     if config.engine != "torch":
         yield wrong(config, "routing_replay", f"False with engine={config.engine!r}",

@@ -270,7 +270,11 @@ OPTIMISER = Section.of("training", Optimiser)
 
 
 def optimiser_rules(config: Any) -> Iterator[Problem]:
-    """The schedule of the learning rate and the moments exist."""
+    """A batch is cut in one way, and the schedule of the learning rate and the moments exist."""
+    if None not in (config.micro_batch_size, config.micro_batch_tokens):
+        yield wrong(config, "micro_batch_size",
+                    f"None while micro_batch_tokens={config.micro_batch_tokens}",
+                    "each says alone where it is cut", "Set one of them to None")  # fmt: skip
     if not all(0 <= beta < 1 for beta in config.adam_betas):
         yield wrong(config, "adam_betas", "two numbers in [0, 1)",
                     "a moment is that much of the one before", "Use (0.9, 0.999)")  # fmt: skip
@@ -296,14 +300,6 @@ def optimiser_rules(config: Any) -> Iterator[Problem]:
     learning_rate_factor(
         warmup, schedule=config.lr_schedule, num_warmup_updates=warmup, num_total_updates=end
     )
-
-
-def batch_rules(config: Any) -> Iterator[Problem]:
-    """It is plain how a batch is cut into passes."""
-    if None not in (config.micro_batch_size, config.micro_batch_tokens):
-        yield wrong(config, "micro_batch_size",
-                    f"None while micro_batch_tokens={config.micro_batch_tokens}",
-                    "each says alone where it is cut", "Set one of them to None")  # fmt: skip
 
 
 def precision_rules(config: Any) -> Iterator[Problem]:

@@ -35,7 +35,6 @@ from rllib_llm.shared.errors import (
     Problem,
     problems_in,
     problems_of,
-    report,
     suggestion,
     unknown_key,
     without_consequences,
@@ -46,22 +45,6 @@ CLASS_SUFFIXES = ("_class", "_cls", "_fn", "evaluation_function")
 # Of this package's algorithms alone, and what somebody looks for who tries them with RLlib's.
 LANGUAGE = "`run: GRPO` or `run: PPOPtx`"
 FOR_LANGUAGE = ("prompts", "rewards", "sampling", "max_new_tokens", "num_completions")
-
-
-def build_config(
-    algo_class: type[Algorithm], settings: Mapping[str, Any], where: str = "config"
-) -> AlgorithmConfig:
-    """Return the algorithm's default config with `settings` applied, checked by `validate()`.
-
-    `settings`: plain values, no search spaces; `where`: the place in names of problems, e.g.
-    "ppo.config".
-
-    Raises:
-        Problems: all that `checked_config` finds.
-    """
-    config, found = checked_config(algo_class, settings)
-    report(as_written(problem, settings, config).within(where) for problem in found)
-    return config
 
 
 def checked_config(
@@ -158,22 +141,20 @@ def key_problems(
         yield Problem(", ".join(language), KNOWN_KEY, why, f"Write {LANGUAGE}")
     for key in unknown:
         remedy = hint(type(config), str(key)) if is_tabled else suggestion(str(key), allowed)
-        if not is_tabled and RETIRED.get(key) in allowed:
+        if key == "env" and key in beside:  # of an algorithm that trains on rows
+            name = type(config).__name__.removesuffix("Config")
+            remedy = f"{name} has no environment: leave it out."
+        elif key in beside:
+            others = other_names(type(config)) if is_tabled else {}
+            or_else = f" Or did you mean {others[key].name!r}?" if key in others else ""
+            remedy = f"{key} stands beside config:, not in it.{or_else}"
+        elif not is_tabled and RETIRED.get(key) in allowed:
             remedy = f"It is {RETIRED[key]!r} now."
-        yield unknown_key("", key, allowed, _moved_out(config, key) if key in beside else remedy)
+        yield unknown_key("", key, allowed, remedy)
     overrides = settings.get("evaluation_config")
     if isinstance(overrides, Mapping) and not is_tabled:  # those check their own
         for problem in key_problems(config, overrides):
             yield problem.within("evaluation_config")
-
-
-def _moved_out(config: AlgorithmConfig, key: str) -> str:
-    """The remedy for a name that an experiment has beside its config."""
-    if key == "env":  # of an algorithm that trains on rows
-        return f"{type(config).__name__.removesuffix('Config')} has no environment: leave it out."
-    others = other_names(type(config)) if isinstance(config, TabledConfig) else {}
-    or_else = f" Or did you mean {others[key].name!r}?" if key in others else ""
-    return f"{key} stands beside config:, not in it.{or_else}"
 
 
 def _value_problems(

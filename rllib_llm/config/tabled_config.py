@@ -324,7 +324,11 @@ class TabledConfig(AlgorithmConfig):
                     setattr(self, row.attribute or row.name, plain(value))
         yield from _env_problems(self.env_config, self.env)
         yield from _inert(self)
-        yield from _strangers(self)
+        known = vars(type(self)()).keys() | RLLIB_KEYS
+        unread = [name for name in vars(self).keys() - known if not name.startswith("_")]
+        for stranger in unknown_settings(type(self), unread, type(self).__name__):
+            reason = "set as an attribute it has no effect"
+            yield replace(stranger, reason=reason, severity="warning")
         overlays = {"evaluation_config": self.evaluation_config}
         for setting in ("eval_envs", "envs"):
             named = getattr(self, setting, None)
@@ -474,14 +478,6 @@ _ITS_OWN = {"observation_space", "action_space", "policies", "policy_mapping_fn"
 _CONNECTORS = {"_env_to_module_connector", "_module_to_env_connector", "_learner_connector"}
 _UNREAD = {"_torch_lr_scheduler_classes", "_torch_grad_scaler_class", *_CONNECTORS}
 _CHANGED_FOR_EVALUATION = {"batch_mode", "rollout_fragment_length", "num_env_runners"}
-
-
-def _strangers(config: TabledConfig) -> Iterator[Problem]:
-    """Warnings of attributes that somebody has set and nobody reads: misspelt settings."""
-    known = vars(type(config)()).keys() | RLLIB_KEYS
-    names = [name for name in vars(config).keys() - known if not name.startswith("_")]
-    for found in unknown_settings(type(config), names, type(config).__name__):
-        yield replace(found, reason="set as an attribute it has no effect", severity="warning")
 
 
 def _inert(config: TabledConfig) -> Iterator[Problem]:

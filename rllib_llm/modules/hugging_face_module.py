@@ -198,20 +198,14 @@ class HuggingFaceModule(TorchRLModule):
             if name.startswith(TRUNK) and name not in self._frozen
         }
 
-    def published_state(self) -> dict[str, torch.Tensor]:
-        """`published_tensors`, detached and sharing memory with the module; shards are gathered,
-        and cast as they are when they compute."""
-        return self._as_they_compute(gather(self.published_tensors()))
-
-    def published_shards(self) -> dict[str, torch.Tensor]:
-        """This learner's share of `published_state`, see `shards.own_parts`."""
-        return self._as_they_compute(own_parts(self.published_tensors()))
-
-    def _as_they_compute(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        dtype = self.computing_dtype
+    def published_state(self, *, gathers: bool = True) -> dict[str, torch.Tensor]:
+        """`published_tensors`, detached and sharing memory with the module, shards cast as they are
+        when they compute: gathered, or this learner's share of them, see `shards.own_parts`."""
+        tensors, dtype = self.published_tensors(), self.computing_dtype
+        state = gather(tensors) if gathers else own_parts(tensors)
         if dtype is None or not is_sharded(self.model):
             return state
-        tensors, cast = self.published_tensors(), {}  # tied stay one
+        cast: dict[int, torch.Tensor] = {}  # tied stay one
         for name, tensor in state.items():
             if isinstance(tensors[name], nn.Parameter) and id(tensors[name]) not in cast:
                 cast[id(tensors[name])] = tensor.to(dtype)

@@ -1,6 +1,7 @@
 """The Tune callbacks that `rllib train` uses, for a `Tuner` in Python or in a file: results as JSON
 Lines, one row per iteration, however often a trial is started again; what a resumed run takes from
-its new start; and trials that fail: broken ones end, hung and killed ones start again.
+its new start; and trials that fail: broken ones end, hung and killed ones start again. Tune calls
+callbacks with names, and each takes those that it uses.
 
 Tune does not know Ray's `OutOfMemoryError`: where Ray's memory monitor kills a trial's process,
 `Tuner.fit` itself raises, whatever `max_failures` says. `fit` restores the run, as `--resume` does.
@@ -77,7 +78,7 @@ class EndBrokenTrials(Callback):
         for trial in trials if self._to_reset else ():
             trial.max_failures = self._to_reset.pop(trial.trial_id, trial.max_failures)
 
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_recover(self, trial: Any, **info: Any) -> None:
         # Tune has just written this file; `trial.get_pickled_error` reads a copy made later.
         if trial.pickled_error_file is None:
             return
@@ -89,9 +90,7 @@ class EndBrokenTrials(Callback):
         trial.max_failures = trial.run_metadata.num_failures  # the next is the last
         logger.error("Trial %s is started again once after an error in a sampler.", trial)
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict, **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict, **info: Any) -> None:
         max_failures, done = self._failed.get(trial.trial_id, (0, 0))
         if trial.trial_id in self._failed and result["training_iteration"] > done:
             trial.max_failures = max_failures
@@ -128,15 +127,13 @@ class RestartHungTrials(Callback):
         self._starved: dict[str, StarvedProcesses] = {}  # of trials that are silent for long
         self._looked: dict[str, float] = {}  # monotonic seconds, at those
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(self, trial: Any, **info: Any) -> None:
         self._heard[trial.trial_id] = time.monotonic()
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict, **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict, **info: Any) -> None:
         self._hear(trial, 0)
 
-    def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_save(self, trial: Any, **info: Any) -> None:
         self._hear(trial, 1)
 
     def _hear(self, trial: Any, is_saved: int) -> None:
@@ -185,11 +182,14 @@ class RestartHungTrials(Callback):
             self._looked[name] = now
         if now - self._looked[name] >= LOOK_SECONDS or silent > limit:
             self._looked[name] = now
-            starved = self._starved[name].take()
-            self._heard[name] = now if _is_paused(trial) else min(now, self._heard[name] + starved)
+            starved, folder = self._starved[name].take(), local_folder(trial)
+            activity = None if folder is None else TrialEar(folder).activity()
+            is_paused = activity is not None and activity[0].startswith(PAUSED)
+            self._heard[name] = now if is_paused else min(now, self._heard[name] + starved)
         return now - self._heard[name]
 
 
+# Of the message of Ray's error, which has these numbers in no other form.
 USED = re.compile(r"was (?P<used>[\d.]+)GB used / (?P<total>[\d.]+)GB limit")
 USER = re.compile(r"^(?P<pid>\d+)\t(?P<gigabytes>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
 MAX_USERS = 3  # that are named
@@ -258,13 +258,6 @@ def memory_text(message: str) -> str:
     return f"Ray killed a trial's process, since the memory was full{full}.{most}"
 
 
-def _is_paused(trial: Any) -> bool:
-    """Whether a trial on this machine has recorded that it is paused."""
-    folder = local_folder(trial)
-    said = None if folder is None else TrialEar(folder).activity()
-    return said is not None and said[0].startswith(PAUSED)
-
-
 class ResultLog(JsonLoggerCallback):
     """Writes each result to result.json in the trial's folder, which Tune's `ResultGrid` reads.
 
@@ -316,7 +309,7 @@ class ResultLog(JsonLoggerCallback):
     def log_trial_end(self, trial: Any, failed: bool = False) -> None:
         self._close(trial)
 
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_recover(self, trial: Any, **info: Any) -> None:
         self._failed.add(trial)
 
     def _close(self, trial: Any) -> None:

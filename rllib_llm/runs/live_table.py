@@ -156,9 +156,7 @@ class LiveTable(Callback):
             self._print("replaced", text)
         row.has_begun, row.begun_at = True, time.time()
 
-    def on_trial_result(
-        self, iteration: int, trials: list, trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
         row, folder = self._row(trial), local_folder(trial)
         if not row.result and result.get("training_iteration", 1) > 1 and folder is not None:
             row.watch.remember(read_results(folder))
@@ -168,7 +166,8 @@ class LiveTable(Callback):
             self._print_line(row)
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        """Read, once a second, the messages and activities of the trials' processes."""
+        """Read, once a second, the messages and activities of the trials' processes: Tune passes on
+        results alone."""
         now = time.monotonic()
         if now - self._last_poll < POLL_S:
             return
@@ -212,11 +211,11 @@ class LiveTable(Callback):
             self._told.add(same_key(text))
             self._print("warning", text)
 
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_complete(self, trial: Any, **info: Any) -> None:
         row = self._row(trial)
         self._end(row, "done" if row.share >= 1.0 or not row.stop else "stopped")
 
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_error(self, trial: Any, **info: Any) -> None:
         self._end(self._row(trial), "failed")
 
     def _end(self, row: TrialRow, state: str) -> None:

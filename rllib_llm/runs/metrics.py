@@ -6,7 +6,6 @@ of the user's: a reward, a component, a kind of failure. `describes` says whethe
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -186,20 +185,11 @@ OPEN_GROUPS = (
 )  # fmt: skip
 
 
-@functools.cache
-def _pattern() -> re.Pattern[str]:
-    parts = [re.split(r"<\w+>", name) for name in NAMES]
-    return re.compile("|".join(".+".join(map(re.escape, each)) for each in parts))
-
-
 def describes(name: str) -> bool:
     """Whether a result of this name is in the registry."""
-    return _pattern().fullmatch(name) is not None
-
-
-def is_reported(name: str) -> bool:
-    """Whether trials report a result of this name: those of the registry, Tune's and RLlib's."""
-    return describes(name) or name in TUNES_OWN or name.partition("/")[0] in OPEN_GROUPS
+    parts = [re.split(r"<\w+>", each) for each in NAMES]
+    pattern = "|".join(".+".join(map(re.escape, each)) for each in parts)
+    return re.fullmatch(pattern, name) is not None
 
 
 SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx", "Distillation"})

@@ -32,10 +32,12 @@ from rllib_llm.runs.experiments import (
 from rllib_llm.runs.metrics import (
     COUNTERS,
     NAMES,
+    OPEN_GROUPS,
+    TUNES_OWN,
     TYPICAL,
     USUAL_COUNTERS,
+    describes,
     is_held_out,
-    is_reported,
     may_report,
     reporters,
 )
@@ -222,7 +224,8 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
     for where, key, use in named:
         if not isinstance(key, str):
             continue
-        known, others = is_reported(key), reporters(key)
+        others = reporters(key)
+        known = describes(key) or key in TUNES_OWN or key.partition("/")[0] in OPEN_GROUPS
         if where == "stop" and key not in COUNTERS:  # what may have been meant
             may_be = known or not is_certain
             counters = USUAL_COUNTERS if may_be else COUNTERS

@@ -41,14 +41,6 @@ X_AXIS = ("episode", "episodes")
 STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 
 
-def part_curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """One for each part of a reward, where there are several."""
-    return [
-        Curve(key, f"reward: {name}", "before its weight", key.replace("train/", "eval/"))
-        for key, name in reward_parts(results).items()
-    ]
-
-
 PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).parent / "page"
 MAX_PAIRS = 50
@@ -148,9 +140,12 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The curves of a trial: [{title, unit, x_title, curves: [{name, x, y}]}]."""
     is_ours = any("episode" in result for result in results)
     x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
-    known = [*(curves(results) if is_ours else STOCK_CURVES), *part_curves(results)]
+    parts = (
+        Curve(key, f"reward: {name}", "before its weight", key.replace("train/", "eval/"))
+        for key, name in reward_parts(results).items()
+    )
     found = []
-    for one in (*known, *EXTRA_CURVES):
+    for one in (*(curves(results) if is_ours else STOCK_CURVES), *parts, *EXTRA_CURVES):
         points = {"training": series(results, x_key, one.key)}
         if one.held_out:
             points["held out"] = fresh_series(results, x_key, one.held_out)

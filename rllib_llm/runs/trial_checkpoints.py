@@ -71,12 +71,10 @@ class TimedCheckpoints(Callback):
         self._asked: dict[str, float] = {}  # and of a checkpoint that is being saved
         self._slowest: dict[str, float] = {}  # seconds that saving took
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(self, trial: Any, **info: Any) -> None:
         self._since[trial.trial_id] = time.monotonic()
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
         if self._interval_s == "auto" and trial.checkpoint_freq:
             return
         now = time.monotonic()
@@ -84,7 +82,7 @@ class TimedCheckpoints(Callback):
             result[SHOULD_CHECKPOINT] = True
             self._asked[trial.trial_id] = now
 
-    def on_trial_save(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_save(self, trial: Any, **info: Any) -> None:
         name, now = trial.trial_id, time.monotonic()
         self._since[name] = now
         if (asked := self._asked.pop(name, None)) is None:
@@ -118,16 +116,12 @@ class KeepBestCheckpoint(Callback):
         self._best: dict[str, dict[str, Any]] = {}  # by trial id, saved in this start
         self._copy = BestEffort(BEST_CHECKPOINT)
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
         record = self._record(flatten(result), "")
         if record is not None and _is_better(record, self._best.get(trial.trial_id, {})):
             result[SHOULD_CHECKPOINT] = True
 
-    def on_checkpoint(
-        self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any
-    ) -> None:
+    def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
         record = self._record(flatten(trial.last_result or {}), Path(checkpoint.path).name)
         if record is None:
             return
@@ -204,7 +198,7 @@ class UseFailureCheckpoints(Callback):
             _bring_up_to_date(trial, place_in(storage.storage_filesystem, storage.trial_fs_path))
         self._has_begun = True
 
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_recover(self, trial: Any, **info: Any) -> None:
         """Gives the trial the newest checkpoint in its folder, if that is of its last result."""
         filesystem = trial.storage.storage_filesystem
         folder = place_in(filesystem, trial.storage.trial_fs_path)
@@ -362,9 +356,7 @@ class SaveOnStop(Callback):
             self._end_run = before
             signal.signal(signum, self._note)
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
         if result.get(STOP_RUN):  # `rllib stop`
             self.interrupted = True
         if self.interrupted and not _is_saved_at(trial, result):

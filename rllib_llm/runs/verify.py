@@ -232,7 +232,9 @@ class _Trial:
         self.held_out = self.config.get_evaluation_config_object() or self.config
         # Those of each environment, by its name.
         self._trained, self._evaluated = self.config.env_configs(), self.held_out.env_configs()
-        is_agents = any(map(_is_agents, self._trained.values()))
+        made = [creator(config.env) for config in self._trained.values()]
+        kinds = [one.args[0] if isinstance(one, functools.partial) else one for one in made]
+        is_agents = any(isinstance(kind, type) and issubclass(kind, AgentEnv) for kind in kinds)
         for name, holds, rule in (
             ("engine", self.config.engine == "torch", "be 'torch'"),
             ("generate_function", self.config.generate_function is None, "be None"),
@@ -343,22 +345,19 @@ class _Trial:
         # Not >: what is no number differs.
         differs = next((i for i, e in enumerate(errors) if not e <= self._round_off), same)
         if differs < len(stored):
-            of.differences.append(self._difference(piece, made, differs))
+            i, kept = differs, stored[differs]
+            sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
+            miss = 0.0 if kept == sampled else self._miss(piece, i)
+            of.differences.append(Difference(
+                token=piece.start + i, stored_id=kept, sampled_id=sampled, stored=self._text(kept),
+                sampled=self._text(sampled), stored_logprob=logprobs[i],
+                sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan,
+                miss=miss, is_round_off=kept != sampled and miss <= self._round_off,
+            ))  # fmt: skip
         of.logprob_errors += errors
         of.num_tokens += len(stored)
         of.num_unknown -= len(stored)
         of.has_same_tokens &= same == len(stored)
-
-    def _difference(self, piece: _Piece, made: Ended, i: int) -> Difference:
-        stored = piece.row["completion_ids"][piece.start + i]
-        sampled = made.token_ids[i] if i < len(made.token_ids) else NO_TOKEN
-        miss = 0.0 if stored == sampled else self._miss(piece, i)
-        return Difference(
-            token=piece.start + i, stored_id=stored, sampled_id=sampled, stored=self._text(stored),
-            sampled=self._text(sampled), stored_logprob=piece.row["logprobs"][piece.start + i],
-            sampled_logprob=made.logprobs[i] if i < len(made.logprobs) else math.nan, miss=miss,
-            is_round_off=stored != sampled and miss <= self._round_off,
-        )  # fmt: skip
 
     @torch.inference_mode()
     def _miss(self, piece: _Piece, i: int) -> float:
@@ -387,13 +386,6 @@ class _Trial:
 
     def _text(self, token: int) -> str:
         return self._policy.build().tokenizer.decode([token]) if token != NO_TOKEN else ""
-
-
-def _is_agents(config: Any) -> bool:
-    """Whether agents hold the conversations of an environment."""
-    made = creator(config.env)
-    kind = made.args[0] if isinstance(made, functools.partial) else made
-    return isinstance(kind, type) and issubclass(kind, AgentEnv)
 
 
 def _named(versions: Collection[int]) -> str:

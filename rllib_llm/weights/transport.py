@@ -159,7 +159,7 @@ class WeightsExporter:
         if not self._is_laid_out:
             lay_side_by_side(self._module.published_tensors())
             self._is_laid_out = True
-        state = self._module.published_shards() if shards else self.state()
+        state = self._module.published_state(gathers=not shards)
         if not state:
             return None
         return self._transports.export(transport, state, checksum=checksum)

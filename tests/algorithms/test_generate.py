@@ -8,8 +8,8 @@ import pytest
 
 from rllib_llm.algorithms.generate import Generate, GenerateConfig, is_held_out, opening
 from rllib_llm.algorithms.registry import get_algorithm_class
-from rllib_llm.config.schema import build_config
 from rllib_llm.shared.errors import Problems
+from tests.algorithms.tiny_runs import build_config
 
 SETTINGS = {
     "model": "tests.tiny_models.build_llama",

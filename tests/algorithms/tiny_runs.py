@@ -16,7 +16,9 @@ from rllib_llm.algorithms.ppo_ptx import PPOPtxConfig
 from rllib_llm.algorithms.reward_model import RewardModelConfig
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
+from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.examples import arithmetic
+from rllib_llm.shared.errors import report
 
 HERE = "tests.algorithms.tiny_runs"
 MODEL = f"{HERE}.build_model"
@@ -32,6 +34,13 @@ LEARNT = ("objective", "policy", "loss", "val", "train", "env", "rewards", "logp
 
 def build_model(seed: int = 3):
     return arithmetic.build_model(seed, hidden_size=16, num_layers=1, num_heads=2, max_len=32)
+
+
+def build_config(algo_class, settings, where: str = "config"):
+    """The config that `settings` make, as a file gives them; `where`: its place in the file."""
+    config, found = checked_config(algo_class, settings)
+    report(as_written(problem, settings, config).within(where) for problem in found)
+    return config
 
 
 def build_teacher():

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
-from rllib_llm.config.schema import build_config
 from rllib_llm.conversations.tool_calls import SYNTAXES
 from rllib_llm.shared.errors import Problems, problems_in
 from tests.algorithms import tiny_runs as tiny
@@ -116,7 +115,7 @@ def test_settings_that_act_on_nothing_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}=.* must be left at .* acts on nothing in GRPO"):
         config.validate()
     with pytest.raises(ValueError, match=name):
-        build_config(GRPO, {"model": tiny.MODEL, "env": "rllib_llm/RLHF-v0", name: value})
+        tiny.build_config(GRPO, {"model": tiny.MODEL, "env": "rllib_llm/RLHF-v0", name: value})
 
 
 def test_a_conversations_settings_are_a_section_and_name_their_environment():
@@ -126,13 +125,13 @@ def test_a_conversations_settings_are_a_section_and_name_their_environment():
         "model": tiny.MODEL, "conversation": {"tool_errors": "invalid"},
         "prompts": {"data": "tasks.jsonl"},
     }  # fmt: skip
-    config = build_config(GRPO, settings)
+    config = tiny.build_config(GRPO, settings)
     assert config.env == "rllib_llm/Conversation-v0"
     assert config.env_config == {"tool_errors": "invalid", "prompts": "tasks.jsonl"}
     with pytest.raises(ValueError, match="conversation.tool_syntax='perl' must be one of"):
-        build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
+        tiny.build_config(GRPO, settings | {"conversation": {"tool_syntax": "perl"}})
     for syntax in SYNTAXES:  # five of ten that conversations read were refused in a file
-        build_config(GRPO, settings | {"conversation": {"tool_syntax": syntax}})
+        tiny.build_config(GRPO, settings | {"conversation": {"tool_syntax": syntax}})
 
 
 @pytest.mark.parametrize("config, wrong, said", [

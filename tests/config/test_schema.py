@@ -7,7 +7,7 @@ from ray.rllib.algorithms.ppo import PPO
 from rllib_llm.algorithms.grpo import GRPO, GRPOConfig
 from rllib_llm.algorithms.ppo_ptx import PPOPtx
 from rllib_llm.algorithms.sft import SFT
-from rllib_llm.config.schema import allowed_keys, build_config, checked_config
+from rllib_llm.config.schema import allowed_keys, checked_config
 from rllib_llm.shared.errors import nearest, problems_in, suggestion
 from tests.algorithms import tiny_runs as tiny
 
@@ -19,7 +19,7 @@ MODEL = "rllib_llm.examples.arithmetic.build_model"
 
 
 def ppo(**settings):
-    return build_config(PPO, {"env": "CartPole-v1", **settings}, "a.config")
+    return tiny.build_config(PPO, {"env": "CartPole-v1", **settings}, "a.config")
 
 
 def test_settings_reach_the_config():
@@ -79,7 +79,7 @@ def test_the_nearest_names_whatever_the_case():
 
 def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
     wrong = {"model": "./folder", "lr": "fast", "env": "CartPole-v1"}
-    found = problems_in(build_config, PPO, wrong, "a.config")
+    found = problems_in(tiny.build_config, PPO, wrong, "a.config")
     texts = [str(error) for error in found]
     assert len(texts) == 2, texts
     assert texts[0] == (
@@ -91,7 +91,7 @@ def test_mistakes_with_rllibs_own_algorithms_are_told_once_and_in_our_words():
 
 def test_a_section_that_is_no_mapping_is_told_as_one():
     with pytest.raises(ValueError, match="rewards='my.close' must be a mapping: it is a section"):
-        build_config(PPOPtx, {"rewards": "my.close"}, "a.config")
+        tiny.build_config(PPOPtx, {"rewards": "my.close"}, "a.config")
 
 
 @pytest.mark.parametrize(
@@ -135,16 +135,16 @@ def test_a_section_that_is_no_mapping_is_told_as_one():
 )
 def test_a_mistake_is_told_once_with_what_to_write(settings: dict, remedy: str):
     usual = {"model": MODEL, "env": "rllib_llm/Arithmetic-v0"}
-    found = problems_in(build_config, GRPO, {**usual, **settings}, "a.config")
+    found = problems_in(tiny.build_config, GRPO, {**usual, **settings}, "a.config")
     (error,) = map(str, found)
     assert error.endswith(remedy)
 
 
 def test_settings_of_other_algorithms_are_told_with_those_that_have_them():
     with pytest.raises(ValueError, match="rewards must .* It is for PPOPtx, GRPO, .* and "):
-        build_config(SFT, {"rewards": {"functions": ["my.function"]}})
+        tiny.build_config(SFT, {"rewards": {"functions": ["my.function"]}})
     with pytest.raises(ValueError, match="prompts must .* It trains on .* write `data: FILE`"):
-        build_config(SFT, {"prompts": {"data": "pairs.csv"}})
+        tiny.build_config(SFT, {"prompts": {"data": "pairs.csv"}})
     said = "prompts must be a known key: RLlib's own algorithm trains no language model. Write"
     mixed = {"prompts": {"data": "sums.csv"}, "model": "some/folder", "ref_kl_coeff": 0.1}
     found = problems_in(ppo, **mixed)
@@ -153,7 +153,7 @@ def test_settings_of_other_algorithms_are_told_with_those_that_have_them():
 
 
 def test_a_function_that_generates_is_named_in_yaml():
-    config = build_config(
+    config = tiny.build_config(
         GRPO,
         {
             "model": "rllib_llm.examples.arithmetic.build_model",

@@ -23,7 +23,7 @@ from rllib_llm.algorithms.registry import ALGORITHMS, get_algorithm_class
 from rllib_llm.algorithms.rlhf_config import CriticFreeConfig
 from rllib_llm.algorithms.rloo import RLOOConfig
 from rllib_llm.algorithms.sft import SFTConfig
-from rllib_llm.config.schema import build_config, key_problems
+from rllib_llm.config.schema import key_problems
 from rllib_llm.config.sections import known_names, plain_fields, rllib_table, table
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.plan import examined
@@ -115,7 +115,7 @@ def test_all_unknown_keys_are_told_at_once_in_python_dicts_and_yaml():
     wrong = {"max_new_token": 5, "bet": 0.1, "lr": 1e-4, "temprature": 1.0}
     for attempt in (
         lambda: PPOPtxConfig().update_from_dict(wrong),
-        lambda: build_config(PPOPtx, wrong),
+        lambda: tiny.build_config(PPOPtx, wrong),
         lambda: PPOPtxConfig().sampling(**{k: v for k, v in wrong.items() if k != "lr"}),
     ):
         with pytest.raises(ValueError) as error:
@@ -378,7 +378,7 @@ def test_a_config_is_imported_without_the_libraries_that_only_runs_need():
 def test_minus_one_is_refused_with_its_reason_and_a_value_that_means_the_same(name):
     """RLlib drops -1 where a config is stored or handed over; its neighbour is kept."""
     with pytest.raises(Problems) as error:
-        build_config(PPOPtx, {"model": str(tiny.MODEL), name: -1.0}, "ppo.config")
+        tiny.build_config(PPOPtx, {"model": str(tiny.MODEL), name: -1.0}, "ppo.config")
     assert (error.value.problem.name, error.value.problem.value) == (f"ppo.config.{name}", -1.0)
     assert "RLlib takes -1 as 'not given'" in error.value.problem.reason
     remedy = re.search(r"-1\.\d+", error.value.problem.remedy)

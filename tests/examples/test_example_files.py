@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from rllib_llm.config.schema import allowed_keys, build_config
+from rllib_llm.config.schema import allowed_keys
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.plan import check_experiments
 from rllib_llm.runs.results import export_model, flatten
 from rllib_llm.runs.search_space import examples, search_space
 from rllib_llm.runs.yaml_loader import examples_folder, load, read
+from tests.algorithms.tiny_runs import build_config
 
 FOLDER = examples_folder()
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -33,7 +33,7 @@ class Trial:
         (path / "sub" / "weights").write_text(str(self.number), encoding="utf-8")
         self.last_result = {"training_iteration": 10 * self.number, **result}
         checkpoint = SimpleNamespace(path=str(path), filesystem=self.filesystem)
-        self.callback.on_checkpoint(0, [self], self, checkpoint)
+        self.callback.on_checkpoint(self, checkpoint)
 
     def best(self) -> int | None:
         file = self.folder / BEST_CHECKPOINT / "sub" / "weights"
@@ -103,7 +103,7 @@ def test_a_checkpoint_counts_only_with_what_was_measured_on_it(trial):
 def test_weights_that_are_the_best_so_far_are_saved(trial):
     def asked(number: int, score: float, measured: int) -> bool:
         result = {"training_iteration": number, "eval": {"scores": score, "iteration": measured}}
-        trial.callback.on_trial_result(0, [trial], trial, result)
+        trial.callback.on_trial_result(trial, result)
         return SHOULD_CHECKPOINT in result
 
     assert asked(1, 1.0, 1)

@@ -35,12 +35,12 @@ class Trial:
         self.run_metadata.num_failures += 1
         again = self.run_metadata.num_failures <= self.max_failures or self.max_failures < 0
         if again:
-            self.callback.on_trial_recover(0, [self], self)
+            self.callback.on_trial_recover(self)
         return again
 
     def reports(self, iteration):
         self.last_result = {"training_iteration": iteration}
-        self.callback.on_trial_result(0, [self], self, self.last_result)
+        self.callback.on_trial_result(self, self.last_result)
 
 
 @pytest.fixture(params=[-1, 10])

@@ -87,7 +87,7 @@ def test_a_best_checkpoint_that_finds_no_room_is_told(tmp_path, monkeypatch):
     )
     place = SimpleNamespace(path=str(checkpoint), filesystem=LocalFileSystem())
     with pytest.warns(UserWarning, match="best_checkpoint cannot be written"):
-        KeepBestCheckpoint().on_checkpoint(0, [trial], trial, place)
+        KeepBestCheckpoint().on_checkpoint(trial, place)
 
 
 def test_another_error_is_no_full_disk():

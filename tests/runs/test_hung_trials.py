@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,9 +38,9 @@ def test_the_silent_trial_is_killed(world):
     clock, killed = world
     callback, trials = RestartHungTrials(timeout_s=10.0), [trial("a"), trial("b")]
     for one in trials:
-        callback.on_trial_start(0, trials, one)
+        callback.on_trial_start(one)
     clock.now = 9.0
-    callback.on_trial_result(1, trials, trials[0], {})
+    callback.on_trial_result(trials[0], {})
     callback.on_step_end(1, trials)
     assert killed == []
     clock.now = 11.0
@@ -52,9 +53,9 @@ def test_the_silent_trial_is_killed(world):
 def test_auto_follows_the_trial(world):
     clock, killed = world
     callback, trials = RestartHungTrials(), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     for clock.now in (100.0, 130.0):  # the first result took longest
-        callback.on_trial_result(0, trials, trials[0], {})
+        callback.on_trial_result(trials[0], {})
     clock.now += 1000.0
     callback.on_step_end(1, trials)
     assert killed == []
@@ -67,7 +68,7 @@ def test_a_trial_that_waits_or_rests_is_left_alone(world):
     clock, killed = world
     callback = RestartHungTrials(timeout_s=10.0)
     trials = [trial("a", "PENDING", actor=None), trial("b", "PAUSED")]
-    callback.on_trial_start(0, trials, trials[1])
+    callback.on_trial_start(trials[1])
     for clock.now in (100.0, 200.0):
         callback.on_step_end(0, trials)
     trials[1].status = "RUNNING"
@@ -78,7 +79,7 @@ def test_a_trial_that_waits_or_rests_is_left_alone(world):
 def test_a_trial_is_not_blamed_for_time_that_tune_took(world):
     clock, killed = world
     callback, trials = RestartHungTrials(timeout_s=10.0), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     callback.on_step_end(0, trials)
     clock.now = 100.0  # a callback waited for a server
     callback.on_step_end(1, trials)
@@ -94,7 +95,7 @@ def save(clock, callback, trials, seconds):
     for _ in range(int(seconds // 4)):
         clock.now += 4.0
         callback.on_step_end(0, trials)
-    callback.on_trial_save(0, trials, trials[0])
+    callback.on_trial_save(trials[0])
     trials[0].is_saving = False
 
 
@@ -102,10 +103,10 @@ def save(clock, callback, trials, seconds):
 def test_saving_may_take_longer_than_an_iteration(world, timeout_s):
     clock, killed = world
     callback, trials = RestartHungTrials(timeout_s), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     for _ in range(3):
         clock.now += 9.0
-        callback.on_trial_result(0, trials, trials[0], {})
+        callback.on_trial_result(trials[0], {})
         save(clock, callback, trials, 152.0)
     assert killed == []
     # Saves say nothing of iterations: 120 s or 60 s are the limit of these as before.
@@ -118,9 +119,9 @@ def test_saving_may_take_longer_than_an_iteration(world, timeout_s):
 def test_a_save_that_hangs_is_ended_too(world):
     clock, killed = world
     callback, trials = RestartHungTrials(), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     clock.now += 9.0
-    callback.on_trial_result(0, trials, trials[0], {})
+    callback.on_trial_result(trials[0], {})
     save(clock, callback, trials, 152.0)
     trials[0].is_saving = True
     for _ in range(1520 // 4 + 1):
@@ -155,7 +156,7 @@ def test_a_starved_trial_is_not_a_hung_one(world, monkeypatch):
         module, "StarvedProcesses", lambda pids, ticks: ScriptedStarvation(clock, share)
     )
     callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     # It is looked at from 50 s on; of what is left of the limit, a tenth of each second counts.
     silent_for(clock, callback, trials, 50 + 499)
     assert killed == []
@@ -166,9 +167,11 @@ def test_a_starved_trial_is_not_a_hung_one(world, monkeypatch):
 def test_a_trial_that_was_paused_is_given_time_again(world, monkeypatch):
     clock, killed = world
     says_paused = [True]
-    monkeypatch.setattr(module, "_is_paused", lambda trial: says_paused[0])
+    ear = SimpleNamespace(activity=lambda: ("paused: ..", 0.0) if says_paused[0] else None)
+    monkeypatch.setattr(module, "local_folder", lambda trial: Path("a"))
+    monkeypatch.setattr(module, "TrialEar", lambda folder: ear)
     callback, trials = RestartHungTrials(timeout_s=100.0), [trial("a")]
-    callback.on_trial_start(0, trials, trials[0])
+    callback.on_trial_start(trials[0])
     silent_for(clock, callback, trials, 10_000)
     says_paused[0] = False
     silent_for(clock, callback, trials, 50)  # it is looked at every 50 s, half of the limit

@@ -12,9 +12,10 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from rich.console import Console
 
 from rllib_llm.overseer.phases import PAUSED
-from rllib_llm.runs import callbacks, live_table
+from rllib_llm.runs import live_table
 from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
-from rllib_llm.shared.messages import MessageLog, TrialMessage
+from rllib_llm.runs.results import local_folder
+from rllib_llm.shared.messages import MessageLog, TrialEar, TrialMessage
 
 
 def trial(name: str, **params: object) -> SimpleNamespace:
@@ -41,7 +42,7 @@ def test_one_row_per_trial_with_the_settings_that_vary():
     table = LiveTable("ppo · PPOPtx", {"training_iteration": 4}, console(terminal=True))
     slow, fast = trial("a", lr=1e-5), trial("b", lr=1e-3)
     table.on_trial_start(0, [], slow)
-    table.on_trial_result(1, [], fast, result(2, objective={"scores": 1.5, "kl": 0.25}))
+    table.on_trial_result(fast, result(2, objective={"scores": 1.5, "kl": 0.25}))
     text = rendered(table)
     assert "lr=1e-05" in text and "lr=0.001" in text and "starting" in text
     row = next(line for line in text.splitlines() if "lr=0.001" in line)
@@ -50,16 +51,16 @@ def test_one_row_per_trial_with_the_settings_that_vary():
 
 def test_markup_in_a_trial_s_values_is_text():
     table = LiveTable("ppo · PPOPtx", {}, console(terminal=True))
-    table.on_trial_result(1, [], trial("a", template="<s>[/INST]"), result(1))
+    table.on_trial_result(trial("a", template="<s>[/INST]"), result(1))
     assert "template=<s>[/INST]" in rendered(table)
 
 
 def test_a_single_trial_carries_the_name_of_its_stage():
     table = LiveTable("sft · SFT", {}, console(terminal=True))
     assert "sft" in rendered(table)  # also before the trial starts
-    table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}))
+    table.on_trial_result(trial("a"), result(1, loss={"sft": 2.0}))
     assert "2.000" in rendered(table)
-    table.on_trial_error(2, [], trial("a"))
+    table.on_trial_error(trial("a"))
     assert "failed" in rendered(table)
 
 
@@ -67,7 +68,7 @@ def test_a_full_row_fits_a_terminal_of_80_columns():
     table = LiveTable("ppo · PPOPtx", {"training_iteration": 100}, console(terminal=True))
     scores = {"objective": {"scores": -1.5, "kl": 12.25}, "env": {"gold_score": -2.5}}
     throughput = {"throughput": {"tokens_per_s": 12345.0}}
-    table.on_trial_result(1, [], trial("a"), result(50, **scores, **throughput))
+    table.on_trial_result(trial("a"), result(50, **scores, **throughput))
     out = Console(file=io.StringIO(), width=80)
     out.print(table.table())
     text = out.file.getvalue()
@@ -78,8 +79,8 @@ def test_without_a_terminal_there_are_plain_lines_not_too_many():
     out = console(terminal=False)
     with LiveTable("sft · SFT", {"training_iteration": 9}, out) as table:
         for iteration in range(1, 10):
-            table.on_trial_result(iteration, [], trial("a"), result(iteration, loss={"sft": 2.0}))
-        table.on_trial_complete(9, [], trial("a"))
+            table.on_trial_result(trial("a"), result(iteration, loss={"sft": 2.0}))
+        table.on_trial_complete(trial("a"))
     lines = out.file.getvalue().splitlines()
     assert len(lines) == 2  # the first and the last; those between came within ten seconds
     assert lines[0].startswith("sft  iteration 1/9  episodes 10  loss 2.000")
@@ -90,7 +91,7 @@ def test_a_held_out_result_of_an_earlier_iteration_says_of_which():
     table = LiveTable("sft · SFT", {"training_iteration": 3}, console(terminal=True))
     for made in (2, 0):
         held_out = {"eval": {"loss": 6.5, "iteration": made}}
-        table.on_trial_result(1, [], trial("a"), result(2, loss={"sft": 2.0}, **held_out))
+        table.on_trial_result(trial("a"), result(2, loss={"sft": 2.0}, **held_out))
         assert ("6.500 (at 0)" in rendered(table)) == (made == 0)
 
 
@@ -99,15 +100,15 @@ def test_pairs_that_all_tie_have_no_accuracy():
     table = LiveTable("dpo · DPO", {"training_iteration": 3}, console(terminal=True))
     for margin, accuracy in ((0.0, 0.0), (0.5, 0.9)):
         held_out = {"accuracy": accuracy, "rewards": {"margins": margin}, "iteration": 1}
-        table.on_trial_result(1, [], trial("a"), result(1, loss={"dpo": 0.7}, eval=held_out))
+        table.on_trial_result(trial("a"), result(1, loss={"dpo": 0.7}, eval=held_out))
         assert ("held-out accuracy" in rendered(table)) == (margin > 0)
 
 
 def test_the_end_of_a_trial_is_one_line():
     out = console(terminal=False)
     with LiveTable("sft · SFT", {"training_iteration": 1}, out) as table:
-        table.on_trial_result(1, [], trial("a"), result(1, loss={"sft": 2.0}, done=True))
-        table.on_trial_complete(1, [], trial("a"))
+        table.on_trial_result(trial("a"), result(1, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(trial("a"))
     (line,) = out.file.getvalue().splitlines()
     assert line.endswith("loss 2.000  done")
 
@@ -115,8 +116,8 @@ def test_the_end_of_a_trial_is_one_line():
 def test_a_trial_that_a_scheduler_ended_early_is_stopped_not_done():
     out = console(terminal=False)
     with LiveTable("sft · SFT", {"training_iteration": 6}, out) as table:
-        table.on_trial_result(1, [], trial("a"), result(4, loss={"sft": 2.0}, done=True))
-        table.on_trial_complete(1, [], trial("a"))
+        table.on_trial_result(trial("a"), result(4, loss={"sft": 2.0}, done=True))
+        table.on_trial_complete(trial("a"))
     (line,) = out.file.getvalue().splitlines()
     assert "iteration 4/6" in line and line.endswith("stopped")
 
@@ -207,7 +208,7 @@ def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
         table._last_line = table._last_poll = -1000.0
         table.on_step_end(1, [stored("a", tmp_path)])
         assert "rl  sampling and judging 16 completions, for 0:0" in out.file.getvalue()
-        table.on_trial_result(2, [], stored("a", tmp_path), result(1))
+        table.on_trial_result(stored("a", tmp_path), result(1))
         assert "sampling" not in rendered(table)  # it has just been heard of
 
 
@@ -268,7 +269,7 @@ def test_a_sign_that_something_is_wrong_is_told_once():
     with LiveTable("rl · GRPO", {}, out) as table:
         for iteration in range(1, 7):
             objective = {"scores": 1.0, "scores_std": 0.0}
-            table.on_trial_result(iteration, [], trial("a"), result(iteration, objective=objective))
+            table.on_trial_result(trial("a"), result(iteration, objective=objective))
     told = [line for line in out.file.getvalue().splitlines() if line.startswith("look:")]
     assert len(told) == 1
     assert told[0].startswith("look: rl, iteration 3: every completion gets the same reward, 1,")
@@ -283,7 +284,7 @@ def test_a_sign_compares_with_the_first_results_also_after_a_resume(tmp_path):
     table = LiveTable("rl · GRPO", {}, out)
     for iteration in range(6, 10):
         values = {"entropy_avg": 0.3 / iteration}
-        table.on_trial_result(0, [], stored("a", tmp_path), result(iteration, policy=values))
+        table.on_trial_result(stored("a", tmp_path), result(iteration, policy=values))
     assert "the entropy fell from 1.9 to 0.037 nats per token" in out.file.getvalue()
 
 
@@ -325,4 +326,4 @@ def test_warnings_of_a_trial_whose_results_go_to_a_url_are_heard(tmp_path):
     log.doing(f"{PAUSED}: rllib resume goes on")
     table.__exit__()
     assert "warning: prompts are cut" in table._console.file.getvalue()
-    assert callbacks._is_paused(far)
+    assert TrialEar(local_folder(far)).activity()[0].startswith(PAUSED)  # so it is not killed

@@ -50,8 +50,8 @@ def test_lines_take_the_place_of_tune_s_tables(capsys):
     one = ours("a", lr=0.1)
     callback.on_trial_start(0, [one], one)
     assert not has_verbosity(Verbosity.V1_EXPERIMENT)  # Tune is silent from here on
-    callback.on_trial_result(1, [one], one, result(1, objective={"scores": 1.5}))
-    callback.on_trial_complete(2, [one], one)
+    callback.on_trial_result(one, result(1, objective={"scores": 1.5}))
+    callback.on_trial_complete(one)
     callback.on_experiment_end([one])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 trials of GRPO, results in /runs/a"
@@ -61,7 +61,7 @@ def test_lines_take_the_place_of_tune_s_tables(capsys):
     resumed.setup(stop={"training_iteration": 2})
     set_verbosity(Verbosity.V3_TRIAL_DETAILS)
     resumed.on_step_begin(0, [one])
-    resumed.on_trial_complete(2, [one], one)
+    resumed.on_trial_complete(one)
     assert capsys.readouterr().out.endswith("stopped\n")
 
 
@@ -71,7 +71,7 @@ def test_who_says_how_much_tune_prints_gets_that(verbosity, capsys):
     callback, one = TunerProgress(), ours("a")
     callback.setup(total_num_samples=1)
     callback.on_trial_start(0, [one], one)
-    callback.on_trial_complete(2, [one], one)
+    callback.on_trial_complete(one)
     callback.on_experiment_end([one])
     assert capsys.readouterr().out == "" and has_verbosity(verbosity)
 

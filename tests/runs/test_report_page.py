@@ -24,7 +24,6 @@ from rllib_llm.runs.report_page import (
     find_trials,
     page_rows,
     panels,
-    part_curves,
     write_page,
 )
 from rllib_llm.runs.run_folder import ENVIRONMENT_FILE, describe_environment, write_environment
@@ -199,10 +198,13 @@ def test_the_environment_is_noted_once(tmp_path):
 
 
 def test_each_part_of_a_reward_has_a_plot_of_its_own():
-    flat = [{"train/correct_rewards": 0.5, "train/format_rewards": 0.9}]
-    assert [one.title for one in part_curves(flat)] == ["reward: correct", "reward: format"]
-    assert part_curves(flat)[0].held_out == "eval/correct_rewards"  # as evaluations report it
-    assert part_curves([{"train/correct_rewards": 0.5}]) == []  # it is the reward itself
+    rewards = {"train/correct_rewards": 0.5, "train/format_rewards": 0.9}
+    flat = {"episode": 1, "training_iteration": 1, **rewards, "eval/correct_rewards": 0.25}
+    correct, form = panels([flat])
+    assert [correct["title"], form["title"]] == ["Reward: correct", "Reward: format"]
+    # As evaluations report it.
+    assert [curve["y"] for curve in correct["curves"]] == [[0.5], [0.25]]
+    assert panels([{"episode": 1, "train/correct_rewards": 0.5}]) == []  # it is the reward itself
 
 
 def test_the_report_shows_what_the_job_is_judged_by():

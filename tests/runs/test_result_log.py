@@ -54,7 +54,7 @@ class Log(ResultLog):
         self.on_trial_start(0, [trial], trial)
 
     def fail(self, trial: Trial) -> None:
-        self.on_trial_recover(0, [trial], trial)
+        self.on_trial_recover(trial)
 
     def report(self, trial: Trial, *iterations: int, **more: float) -> None:
         for iteration in iterations:

@@ -45,7 +45,7 @@ def test_every_running_trial_saves_before_the_run_ends(stopped, number):
     callback, told = stopped
     trials = [Trial(3, 2), Trial(5, None), Trial(None, None), Trial(4, None, "PENDING")]
     result: dict = {}
-    callback.on_trial_result(0, trials, trials[0], result)
+    callback.on_trial_result(trials[0], result)
     callback.on_step_end(0, trials)
     assert result == {} and told == []
 
@@ -55,7 +55,7 @@ def test_every_running_trial_saves_before_the_run_ends(stopped, number):
         callback.on_step_end(1, trials)
         assert told == []
         result = {}
-        callback.on_trial_result(1, trials, one, result)
+        callback.on_trial_result(one, result)
         assert result == {"should_checkpoint": True}
         one.last_result = {"training_iteration": done}
         one.latest_checkpoint_result = SimpleNamespace(metrics={"training_iteration": done})
@@ -80,7 +80,7 @@ def test_a_run_in_another_thread_ends_with_the_result_after_the_saved_one():
     thread.join()
     trials[0].stopping_criterion = {"training_iteration": 100}
     result = {"stop_run": True}
-    callback.on_trial_result(0, trials, trials[0], result)
+    callback.on_trial_result(trials[0], result)
     assert result["should_checkpoint"]
     callback.on_step_end(0, trials)
     assert trials[0].stopping_criterion == {"training_iteration": 100}  # it is not saved yet

@@ -16,18 +16,18 @@ class Run:
         self.now, self.save_s, self.callback = 0.0, save_s, callback
         self.trial = SimpleNamespace(trial_id="a", checkpoint_freq=checkpoint_freq)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        callback.on_trial_start(0, [self.trial], self.trial)
+        callback.on_trial_start(self.trial)
 
     def saved_at(self, *seconds):
         """The seconds, of these, with whose results a checkpoint was asked for."""
         saved = []
         for second in seconds:
             self.now, result = second, {}
-            self.callback.on_trial_result(0, [self.trial], self.trial, result)
+            self.callback.on_trial_result(self.trial, result)
             if result.get("should_checkpoint"):
                 saved.append(second)
                 self.now += self.save_s
-                self.callback.on_trial_save(0, [self.trial], self.trial)
+                self.callback.on_trial_save(self.trial)
         return saved
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shutil
 import socket
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rllib_llm.algorithms.language_model_config import AUTO
@@ -303,44 +302,32 @@ TRIED: Mapping[str, str] = {
     "torchao": "0.18.0",
     "datasets": "5.2.0",
 }
-# Packages whose own requirements are compared: those that share torch or transformers.
-NEIGHBOURS = (
-    "accelerate", "bitsandbytes", "compressed-tensors", "datasets", "huggingface-hub", "peft",
-    "ray", "safetensors", "tokenizers", "torch", "torchao", "torchaudio", "torchvision",
-    "transformers", "trl", "triton", "vllm", "xformers",
-)  # fmt: skip
 
 
 def installation_rules(
-    versions: Mapping[str, str], *, requirements: Mapping[str, Sequence[str]] | None = None
+    versions: Mapping[str, str], requirements: Sequence[str] | None = None
 ) -> Iterator[Problem]:
-    """Problems of packages.
+    """Problems of the packages that this one requires; `pip check` compares all that are installed.
 
     Args:
         versions: installed, by lower-case name.
-        requirements: what packages require of others; read from the installed by default.
+        requirements: of this package; by default those that it was installed with.
     """
-    owners = ("rllib-llm", *NEIGHBOURS)
+    own = "rllib-llm"
     if requirements is None:
-        known = [name for name in owners if name in versions]
-        requirements = {name: importlib.metadata.requires(name) or [] for name in known}
-    for owner, text in [(name, text) for name in owners for text in requirements.get(name, ())]:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if re.search(r";.*extra", text) or marker and not marker.evaluate({"extra": ""}):
+        requirements = importlib.metadata.requires(own) if own in versions else None
+    for requirement in map(Requirement, requirements or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         name, wanted = requirement.name.lower().replace("_", "-"), requirement.specifier
-        have, is_ours = versions.get(name), owner == "rllib-llm"
-        if have is None and is_ours:
-            yield Problem(name, "be installed", f"{owner} requires {wanted or 'it'}",
-                          f"pip install '{text.partition(';')[0].strip()}'")  # fmt: skip
-        elif have is not None and not wanted.contains(have, prereleases=True):
-            rule = f"be {wanted} for {owner} {versions.get(owner, '')}".rstrip()
-            yield Problem(f"{name} {have}", rule, "", f"pip install '{name}{wanted}'",
-                          severity="error" if is_ours else "warning")  # fmt: skip
+        have = versions.get(name)
+        if have is None:
+            requirement.marker = None
+            yield Problem(name, "be installed", f"{own} requires {wanted or 'it'}",
+                          f"pip install '{requirement}'")  # fmt: skip
+        elif not wanted.contains(have, prereleases=True):
+            rule = f"be {wanted} for {own} {versions.get(own, '')}".rstrip()
+            yield Problem(f"{name} {have}", rule, "", f"pip install '{name}{wanted}'")
     for name, tried in TRIED.items():
         have = versions.get(name)
         if have is not None and Version(have).release[:2] != Version(tried).release[:2]:
