@@ -31,8 +31,7 @@ from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.images import files_of, image_columns, of_rows
 from rllib_llm.modules.logprobs import CompletionOutputs, score_completions
-from rllib_llm.modules.model_source import text_config
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import is_multimodal, text_config
 from rllib_llm.modules.packing import pack_right, token_batches
 from rllib_llm.modules.pretrained import (
     load_causal_lm,
