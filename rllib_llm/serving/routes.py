@@ -27,13 +27,7 @@ from rllib_llm.serving.completions import ChatBatchView, ChatView, SessionView
 from rllib_llm.serving.responses import ResponseView
 from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.security import JsonRoute, admin_key, client_key
-from rllib_llm.serving.service import (
-    JsonResponse,
-    RequestContext,
-    ServedWeights,
-    Service,
-    encoded,
-)
+from rllib_llm.serving.service import JsonResponse, RequestContext, ServedWeights, Service, encoded
 from rllib_llm.serving.sessions import Session
 from rllib_llm.serving.text_completions import TextView, TokenView
 from rllib_llm.serving.weight_sources import load_folder
