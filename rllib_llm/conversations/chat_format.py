@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import (
     SYNTAXES,
     THINK,
@@ -32,7 +31,7 @@ from rllib_llm.conversations.tool_calls import (
     parse_reply,
     syntax_of,
 )
-from rllib_llm.data.encoding import render_chat, turn_start
+from rllib_llm.data.encoding import broken_up, render_chat, turn_start
 from rllib_llm.data.turn_ends import MARKER, example_calls, find_turn_ends, special_texts
 from rllib_llm.shared.chat_templates import check_variables
 from rllib_llm.shared.errors import Problems, require

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from rllib_llm.conversations.chat_format import ChatFormat, Message, Messages
-from rllib_llm.conversations.json_values import broken_up
 from rllib_llm.conversations.tool_calls import ParsedReply
+from rllib_llm.data.encoding import broken_up
 from rllib_llm.data.image_prompts import ImagePrompts, with_places
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import (

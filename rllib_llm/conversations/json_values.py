@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+from rllib_llm.data.encoding import broken_up
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of characters, which JSON can name
 _MOST_LEVELS = 64  # of objects and lists in arguments, which templates and tools walk by recursion
@@ -68,20 +70,6 @@ def objection(schema: Mapping[str, Any], value: Any, part: Any = None) -> str:
     except Exception:  # noqa: BLE001  (of a user's schema: the tool says what is wrong)
         return ""
     return ""
-
-
-def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
-    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
-    if isinstance(value, str):
-        value = value.encode(errors="replace").decode()
-        for token in special:
-            value = value.replace(token, f"{token[0]} {token[1:]}")
-        return value
-    if isinstance(value, Mapping):
-        return {broken_up(key, special): broken_up(part, special) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [broken_up(part, special) for part in value]
-    return value
 
 
 def as_json(value: Any) -> Any:

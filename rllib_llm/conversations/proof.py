@@ -12,12 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rllib_llm.conversations.chat_format import (
-    ChatFormat,
-    ChatFormatError,
-    Messages,
-    thoughts_end,
-)
+from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError, Messages, thoughts_end
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.data.encoding import common_prefix_len
 from rllib_llm.data.turn_ends import example_calls

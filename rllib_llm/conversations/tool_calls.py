@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rllib_llm.conversations.json_values import broken_up, is_json, objection
+from rllib_llm.conversations.json_values import is_json, objection
+from rllib_llm.data.encoding import broken_up
 
 CallStatus = Literal[
     "ok", "truncated", "invalid_json", "missing_name", "invalid_arguments", "unknown_tool",

@@ -176,6 +176,20 @@ def check_text(text: Any) -> None:
         raise Problems(name, "be text that UTF-8 can write", reason, remedy) from error
 
 
+def broken_up(value: Any, special: Sequence[str] = ()) -> Any:
+    """The value, no text in it one of `special`, or with half of a character (a lone surrogate)."""
+    if isinstance(value, str):
+        value = value.encode(errors="replace").decode()
+        for token in special:
+            value = value.replace(token, f"{token[0]} {token[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {broken_up(key, special): broken_up(part, special) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [broken_up(part, special) for part in value]
+    return value
+
+
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that begins a sequence: one BOS where the tokenizer adds one, never an EOS."""
     return encode_spans(tokenizer, text, [], add_special_tokens=True)[0]

@@ -63,8 +63,8 @@ class ImagePrompts:
         self, model: str | None, tokenizer: Any, chat_template: str | None = None
     ) -> None:
         # Here, since few runs need them, and configs load nothing heavy.
-        from rllib_llm.modules.model_source import model_config
-        from rllib_llm.modules.multimodal import is_multimodal, load_processor
+        from rllib_llm.modules.model_source import is_multimodal, model_config
+        from rllib_llm.modules.multimodal import load_processor
 
         if model is None:
             raise Problems("image", "be left out here", "no model reads it", "Drop or rename it")

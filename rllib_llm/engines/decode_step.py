@@ -1,16 +1,17 @@
-"""The fastest way a model has to take one more token per row."""
+"""The fastest way a model has to take one more token per row, and what it can take."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from rllib_llm.engines.kv_cache import (
     PromptCache,
@@ -20,14 +21,15 @@ from rllib_llm.engines.kv_cache import (
     num_shared_layers,
 )
 from rllib_llm.engines.llama_step import Blocks, LlamaStep, Order, additive, is_llama_shaped
+from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.row_blocks import cost_of_block
 from rllib_llm.modules.images import Shown, image_token_id
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import is_multimodal, longrope_border, text_config
 from rllib_llm.modules.precision import leave_out_cudnn_attention
 from rllib_llm.modules.routers import routed
 from rllib_llm.modules.towers import seeing
 from rllib_llm.modules.trunk import take_apart, wants_recurring_sizes
-from rllib_llm.shared.errors import require
+from rllib_llm.shared.errors import Problems, require
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,31 @@ class DecodePlan:
 DecodeStep = Callable[[torch.Tensor, torch.Tensor, Blocks, Order | None], torch.Tensor]
 # As `open_decode_step` with its default settings.
 OpenStep = Callable[[DecodePlan, int, nn.Module | None], DecodeStep]
+
+
+def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
+    """Raises ValueError for more positions than the model has, or than its rows are independent
+    of each other up to."""
+    text, num = text_config(config), params.max_new_tokens
+    for limit, why in (
+        (getattr(text, "max_position_embeddings", None), "the model has no more positions"),
+        (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
+    ):
+        if limit and longest_prompt + num > limit:
+            name = f"a prompt of {longest_prompt} tokens with max_new_tokens={num}"
+            raise Problems(name, f"have at most {limit}", why, "Shorten prompts or completions")
+
+
+def check_tokens(
+    config: PretrainedConfig, token_ids: Sequence[int], params: SamplingParams
+) -> None:
+    """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
+    vocab_size = text_config(config).vocab_size
+    biased = [token for token, _ in params.logit_bias]
+    for name, ids in (("token_ids", token_ids), ("logit_bias", biased)):
+        if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+            rule = f"be ids of the policy's own tokens, 0 to {vocab_size - 1}"
+            raise Problems(name, rule, value=wrong[0])
 
 
 def open_decode_step(

@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rllib_llm.engines.batch_rows import PromptGroup
-from rllib_llm.engines.decode_step import DecodePlan, open_decode_step, prefill
+from rllib_llm.engines.decode_step import (
+    DecodePlan,
+    check_positions,
+    check_tokens,
+    open_decode_step,
+    prefill,
+)
 from rllib_llm.engines.decoder import Decoder
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Completions
 from rllib_llm.engines.row_blocks import row_budget
-from rllib_llm.modules.model_source import longrope_border, text_config
+from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.routers import fixed_experts
 from rllib_llm.shared.columns import expert_columns
 from rllib_llm.shared.errors import Problems, report, require, warning
@@ -173,34 +178,6 @@ def capacity(prompt_len: int, params: SamplingParams, steps_between_looks: int) 
     """Positions of the cache in which prompts are prefilled: enough for the longest row and for
     padding, so that the cache is rarely shifted."""
     return prompt_len + 2 * params.max_new_tokens + steps_between_looks
-
-
-# --- What a generation is given, checked before compute is spent
-
-
-def check_positions(config: PretrainedConfig, longest_prompt: int, params: SamplingParams) -> None:
-    """Raises ValueError for more positions than the model has, or than its rows are independent
-    of each other up to."""
-    text, num = text_config(config), params.max_new_tokens
-    for limit, why in (
-        (getattr(text, "max_position_embeddings", None), "the model has no more positions"),
-        (longrope_border(text), "there longrope's factors begin to depend on the rows beside it"),
-    ):
-        if limit and longest_prompt + num > limit:
-            name = f"a prompt of {longest_prompt} tokens with max_new_tokens={num}"
-            raise Problems(name, f"have at most {limit}", why, "Shorten prompts or completions")
-
-
-def check_tokens(
-    config: PretrainedConfig, token_ids: Sequence[int], params: SamplingParams
-) -> None:
-    """Raises ValueError for tokens of a prompt, or of a bias, that the model does not have."""
-    vocab_size = text_config(config).vocab_size
-    biased = [token for token, _ in params.logit_bias]
-    for name, ids in (("token_ids", token_ids), ("logit_bias", biased)):
-        if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-            rule = f"be ids of the policy's own tokens, 0 to {vocab_size - 1}"
-            raise Problems(name, rule, value=wrong[0])
 
 
 # --- Whether a model decodes with a cache as it computes without one, tried on the model itself

@@ -24,7 +24,7 @@ from transformers import (
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
 from rllib_llm.modules.llama_trunk import TRUNKS, is_plain, is_read_whole, is_rms_norm
 from rllib_llm.modules.lora import is_low_rank, low_rank_factors
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import is_multimodal
 from rllib_llm.modules.precision import ONEDNN, products_of
 from rllib_llm.modules.trunk import LogitTransform, take_apart
 from rllib_llm.shared.process import multiplies_bfloat16

@@ -12,9 +12,14 @@ import torch
 from torch import nn
 
 from rllib_llm.engines.batch_rows import PromptGroup
-from rllib_llm.engines.decode_step import DecodePlan, open_decode_step
+from rllib_llm.engines.decode_step import (
+    DecodePlan,
+    check_positions,
+    check_tokens,
+    open_decode_step,
+)
 from rllib_llm.engines.decoder import Decoder
-from rllib_llm.engines.engine import check_decoding, check_positions, check_tokens
+from rllib_llm.engines.engine import check_decoding
 from rllib_llm.engines.kv_cache import KeptPrefixes, Prefix
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import (

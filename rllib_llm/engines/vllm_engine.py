@@ -35,8 +35,13 @@ from rllib_llm.engines.protocol import (
 from rllib_llm.engines.torch_engine import TRUNK, finish_of
 from rllib_llm.modules.images import read_image, unpacked_files
 from rllib_llm.modules.lora import DEFAULTS, is_adapter_folder, write_adapters
-from rllib_llm.modules.model_source import DOTTED, call_dotted, source_kind, text_config
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import (
+    DOTTED,
+    call_dotted,
+    is_multimodal,
+    source_kind,
+    text_config,
+)
 from rllib_llm.modules.pretrained import merge_folder, quiet_transformers
 from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.shared.errors import Problem, Problems, report, require

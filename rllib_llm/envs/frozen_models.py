@@ -31,14 +31,9 @@ from rllib_llm.envs.judges.reward_functions import Judge
 from rllib_llm.modules.frozen import load_quantized
 from rllib_llm.modules.images import files_of, image_columns, of_rows
 from rllib_llm.modules.logprobs import CompletionOutputs, score_completions
-from rllib_llm.modules.model_source import text_config
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import is_multimodal, text_config
 from rllib_llm.modules.packing import pack_right, token_batches
-from rllib_llm.modules.pretrained import (
-    load_causal_lm,
-    load_sequence_classifier,
-    score_head,
-)
+from rllib_llm.modules.pretrained import load_causal_lm, load_sequence_classifier, score_head
 from rllib_llm.modules.quantization import model_bytes, next_token_drift, score_drift
 from rllib_llm.modules.sequence_scores import (
     check_normalization,

@@ -24,13 +24,7 @@ from rllib_llm.data.encoding import (
     row_settings,
 )
 from rllib_llm.data.image_prompts import COLUMNS, ImagePrompts, images_of_row
-from rllib_llm.data.rows import (
-    EpochOrder,
-    Rows,
-    check_seed,
-    permuted,
-    require_columns,
-)
+from rllib_llm.data.rows import EpochOrder, Rows, check_seed, permuted, require_columns
 from rllib_llm.data.sources import SHAREGPT, Source, load_rows
 from rllib_llm.envs.settings import check_values
 from rllib_llm.modules.images import image_columns

@@ -32,13 +32,8 @@ from rllib_llm.modules.lora import (
     save_adapters,
     write_adapters,
 )
-from rllib_llm.modules.model_source import text_config
-from rllib_llm.modules.multimodal import (
-    CHAT_TEMPLATE,
-    is_multimodal,
-    other_tensors,
-    processor_files,
-)
+from rllib_llm.modules.model_source import is_multimodal, text_config
+from rllib_llm.modules.multimodal import CHAT_TEMPLATE, other_tensors, processor_files
 from rllib_llm.modules.precision import ComputingCopy, cast_parameters_, computing_dtype, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm, quiet_transformers
 from rllib_llm.modules.routers import routed_again

@@ -290,6 +290,13 @@ def text_config(source: Any) -> Any:
     return getattr(source, "config", source).get_text_config(decoder=True)
 
 
+def is_multimodal(source: Any) -> bool:
+    """Whether the config of what writes text is only a part of the config of `source`, a model or
+    its config."""
+    config = getattr(source, "config", source)
+    return text_config(config) is not config
+
+
 REFERENCE, TEACHER = "reference.model", "teacher"  # settings of models beside the policy
 _OTHERWISE = {
     REFERENCE: "Leave reference out",

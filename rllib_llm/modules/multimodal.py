@@ -23,10 +23,10 @@ from transformers.utils.hub import cached_file
 from rllib_llm.modules.model_source import (
     DOTTED,
     call_dotted,
+    is_multimodal,
     load_with_retries,
     model_config,
     source_kind,
-    text_config,
 )
 
 # Of processors that were saved before there was chat_template.jinja, which tokenizers write.
@@ -36,13 +36,6 @@ _PROCESSOR_FILES = (
     CHAT_TEMPLATE,
 )  # fmt: skip
 _CLASSIFIER_HEADS = ("score", "classifier", "classification_head")
-
-
-def is_multimodal(source: Any) -> bool:
-    """Whether the config of what writes text is only a part of the config of `source`, a model or
-    its config."""
-    config = getattr(source, "config", source)
-    return text_config(config) is not config
 
 
 def text_decoder(model: Any) -> Any:

@@ -21,7 +21,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from rllib_llm.conversations.chat_format import ChatFormat, ChatFormatError
-from rllib_llm.conversations.json_values import broken_up, is_json
+from rllib_llm.conversations.json_values import is_json
+from rllib_llm.data.encoding import broken_up
 from rllib_llm.data.image_prompts import ImagePrompts, with_places
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.schemas import (

@@ -11,37 +11,166 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
+import anyio
 from fastapi import Response
+from starlette.types import Message, Receive, Scope, Send
 from torch import Tensor
 
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.data.decoding import TextStream
-from rllib_llm.data.encoding import encode_text
 from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving import chat
 from rllib_llm.serving.guides import check_length, grammar_of
-from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import ApiError, ChatMessage, GenerateParams, StreamOptions, refuse
-from rllib_llm.serving.service import LARGE_TOKENS, JsonResponse, RequestContext, RunningJob
+from rllib_llm.serving.jobs import Job, Piece
+from rllib_llm.serving.schemas import FAILED, ApiError, ChatMessage, StreamOptions, refuse
+from rllib_llm.serving.service import (
+    LARGE_TOKENS,
+    MODEL_GONE,
+    Event,
+    JsonResponse,
+    RequestContext,
+    Result,
+    RunningJob,
+    encoded,
+)
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import GONE, ClientGoneError, Event, EventStream, Piece, while_there
 from rllib_llm.serving.tool_grammars import behind_thoughts, call_grammar, forced_syntax
-from rllib_llm.serving.weights import MODEL_GONE
 
-_COMPLETION_TOKENS = 16  # OpenAI's default
 _LOWEST = -9999.0  # JSON has no -inf
 
 
 def finite(logprob: float) -> float | None:
     """A log-prob as JSON takes it; None where it is unknown, as of a text's first token."""
     return None if math.isnan(logprob) else max(_LOWEST, logprob)
+
+
+GONE = 499  # nobody reads it; nginx's number in logs
+PING_SECONDS = 15.0
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def while_there(
+    receive: Receive,
+    work: Callable[[], Awaitable[Result]],
+    beside: Callable[[], Awaitable[None]] | None = None,
+) -> Result:
+    """Returns or raises what `work` does; ClientGoneError, and it is cancelled, where the client
+    disconnects or `beside`, which runs meanwhile, returns. receive: ASGI's, behind the body."""
+    done: list[Result] = []
+    failed: Exception | None = None
+    async with anyio.create_task_group() as group:
+
+        async def leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def watch(ends: Callable[[], Awaitable[None]]) -> None:
+            await ends()
+            group.cancel_scope.cancel()
+
+        for ends in filter(None, (leaves, beside)):
+            group.start_soon(watch, ends)
+        try:
+            done.append(await work())
+        except Exception as error:  # noqa: BLE001  (raised below, as it is and not in a group)
+            failed = error
+        group.cancel_scope.cancel()
+    if failed is not None:
+        raise failed
+    if not done:
+        raise ClientGoneError
+    return done[0]
+
+
+class EventStream(Response):
+    """A streamed response. It starts with the first event, so that an earlier error has its own
+    status code; a later one is sent as an event. Comments keep the connection alive while nothing
+    is sent.
+
+    Args:
+        events: each is sent as JSON, which it may be already; closed when the client goes away or
+            reads nothing for long.
+        slow_reader_s: seconds that the client may read nothing.
+        names: whether each is named by its "type".
+        ends: what is sent behind the last event.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[Event, None], slow_reader_s: float, *, names: bool = False,
+        ends: bytes = b"data: [DONE]\n\n",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._events, self._slow_reader_s = events, slow_reader_s
+        self._names, self._ends = names, ends
+        self._is_sending = False
+        self._since = 0.0  # when sending, or being idle, began
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._since = send, anyio.current_time()
+        with suppress(ClientGoneError):
+            await while_there(receive, self._send_all, self._look_after)
+
+    async def _look_after(self) -> None:
+        """Pings; returns when the client reads nothing for long."""
+        while True:
+            await anyio.sleep(min(PING_SECONDS, self._slow_reader_s) / 4)
+            seconds = anyio.current_time() - self._since
+            if self._is_sending and seconds >= self._slow_reader_s:
+                return
+            if not self._is_sending and self._num_sent and seconds >= PING_SECONDS:
+                await self._body(b": ping\n\n")
+
+    async def _send_all(self) -> None:
+        try:
+            async for event in self._events:
+                await self._data(event)
+        except ApiError as error:
+            if not self._num_sent:
+                raise
+            await self._data(self._told(error))
+        except Exception:
+            if self._num_sent:
+                await self._data(self._told(ApiError(500, FAILED)))
+            raise
+        finally:
+            await self._events.aclose()
+        await self._body(self._ends, more=False)
+
+    async def _data(self, event: Event) -> None:
+        if not self._num_sent:
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"),
+            ]  # fmt: skip
+            await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+        self._num_sent += 1
+        name = b""
+        if self._names and isinstance(event, dict):
+            name = b"event: " + str(event["type"]).encode() + b"\n"
+        await self._body(name + b"data: " + encoded(event) + b"\n\n")
+
+    def _told(self, error: ApiError) -> dict[str, Any]:
+        body = error.body()
+        if self._names:  # flat, as OpenAI documents it, and nested, which its clients raise
+            body |= {**body["error"], "type": "error", "sequence_number": self._num_sent}
+        return body
+
+    async def _body(self, body: bytes, more: bool = True) -> None:
+        await self._out({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _out(self, message: Message) -> None:
+        self._is_sending, self._since = True, anyio.current_time()
+        await self._send(message)
+        self._is_sending, self._since = False, anyio.current_time()
 
 
 class View:
@@ -136,8 +265,11 @@ class View:
 
     async def guided(self, job: Job) -> Job:
         """The job with the grammar of the body's `response_format`, if it has one."""
-        found = await self.context.beside_loop(grammar_of, self.body.response_format)
-        return job if found is None else self.guided_by(job, "response_format", *found)
+        wanted = self.body.response_format
+        if wanted is None or wanted.type == "text":
+            return job
+        found = await self.context.beside_loop(grammar_of, wanted)
+        return self.guided_by(job, "response_format", *found)
 
     def guided_by(self, job: Job, field: str, part: str, grammar: str) -> Job:
         """The job with a grammar that a field, or a part of it, asks for."""
@@ -472,171 +604,3 @@ class SessionView(ChatView):
             return
         versions = [self.service.weights.of(serial).version for serial in piece.versions]
         self._session.end_turn(turn, piece, versions, self.message(0, piece)[0])
-
-
-# --- texts ---------------------------------------------------------------------------------------
-
-
-class TextView(View):
-    """Text completions as OpenAI shows them."""
-
-    def __init__(self, context: RequestContext, body: Any) -> None:
-        names = {"id": f"cmpl-{context.answer_id(body.seed)}", "object": "text_completion"}
-        super().__init__(context, body, **names, created=int(time.time()))
-        self._n = body.n or 1
-        self._prompts: list[list[int]] = []
-        self._echoes: list[str] = []
-
-    async def job(self) -> Job:
-        body = self.body
-        await self.context.beside_loop(self._read)
-        scored = body.prompt_logprobs
-        if body.echo and body.logprobs is not None:
-            scored = max(scored or 0, body.logprobs)
-        return await self.guided(self.service.limits.job(
-            body, self._prompts, body.max_tokens, default=_COMPLETION_TOKENS, field="max_tokens",
-            prompt_field="prompt", least=0 if body.echo else 1, top_logprobs=body.logprobs or 0,
-            prompt_logprobs=scored, version=self.context.version, continues_text=True,
-            samples=body.max_tokens != 0,
-        ))  # fmt: skip
-
-    def _read(self) -> None:
-        given, limits, tokenizer = self.body.prompt, self.service.limits, self.service.tokenizer
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        for each in given:
-            if isinstance(each, str):
-                limits.check_chars(each, "prompt")
-                each = encode_text(tokenizer, each)
-            refuse(not each, "prompt must have at least one token.", "prompt")
-            limits.check_tokens(each, "prompt")
-            self._prompts.append(list(each))
-        if self.body.echo:
-            decode = tokenizer.decode
-            self._echoes = [decode(each, skip_special_tokens=True) for each in self._prompts]
-
-    def choices(self) -> list[dict[str, Any]]:
-        """The choices of a whole answer, in which the echoed prompt and the completion are one
-        text."""
-        found = []
-        for at in range(len(self._prompts)):
-            further, echo = {}, self._echo(at) if self._echoes else None
-            if self.body.prompt_logprobs is not None:
-                further = {"prompt_logprobs": self.prompt_logprobs(at)}
-            for i in range(at * self._n, (at + 1) * self._n):
-                choice = self.choice(i, self.whole[i]) | further
-                if echo is not None:
-                    choice["text"] = echo["text"] + choice["text"]
-                    for name, values in (choice["logprobs"] or {}).items():
-                        if (first := echo["logprobs"][name]) is not None:
-                            choice["logprobs"][name] = [*first, *(values or [])]
-                found.append(choice)
-        return found
-
-    def before(self) -> list[dict[str, Any]]:
-        """Choices with the echoed prompts, and the ends where nothing is sampled."""
-        echoes = [self._echo(at) for at in range(len(self._echoes))]
-        found = [{"index": i, **echoes[i // self._n]} for i in range(len(echoes) * self._n)]
-        if not self.running.job.samples:
-            end = {"text": "", "logprobs": None, "finish_reason": "length"}
-            found += [{"index": i, **end} for i in range(len(self.whole))]
-        return found
-
-    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        at, logprobs = i // self._n, None
-        if self.body.logprobs is not None:
-            logprobs = self._logprobs(piece, len(self._echoes[at]) if self._echoes else 0)
-        end = self.ended(piece, piece.finish_reason, logprobs, self._prompts[at])
-        return {"index": i, "text": piece.text, **end}
-
-    def _echo(self, at: int) -> dict[str, Any]:
-        """Prompt `at` as its choices echo it."""
-        told = None
-        if self.body.logprobs is not None:
-            ids, scores = self._prompts[at], self.scores[at]
-            logprobs, likeliest = [math.nan, *scores.logprobs], [[], *scores.likeliest]
-            stream, offsets = TextStream(self.service.tokenizer), []
-            for token in ids:
-                offsets.append(stream.length)
-                stream.push(token)
-            prompt = Piece("", ids, logprobs, likeliest, offsets=offsets)
-            told = self._logprobs(prompt, 0)
-        return {"text": self._echoes[at], "logprobs": told, "finish_reason": None}
-
-    def _logprobs(self, piece: Piece, start: int) -> dict[str, Any]:
-        """`logprobs` of a completion whose text begins at character `start`."""
-        top = self.body.logprobs
-
-        def name(token: int) -> str:
-            text, raw = self.service.texts.of(token)
-            is_whole = text.encode() == bytes(raw)  # else a part of a character
-            return text if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-        def named(place: Sequence[tuple[int, float]]) -> dict[str, float | None]:
-            found: dict[str, float | None] = {}
-            for token, value in place[:top]:
-                key = name(token)
-                found[f"token_id:{token}" if key in found else key] = finite(value)
-            return found
-
-        return {
-            "tokens": [name(token) for token in piece.token_ids],
-            "token_logprobs": [finite(value) for value in piece.logprobs],
-            "top_logprobs": [named(place) or None for place in piece.likeliest] if top else None,
-            "text_offset": [start + at for at in piece.offsets],
-        }
-
-
-# --- tokens --------------------------------------------------------------------------------------
-
-
-class TokenView(View):
-    """Completions as vLLM's /inference/v1/generate shows them."""
-
-    fields = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields}
-
-    def __init__(self, context: RequestContext, body: Any) -> None:
-        context.request_id = body.request_id or context.request_id
-        super().__init__(context, body, request_id=context.request_id)
-
-    async def job(self) -> Job:
-        fields, prompt, limits = self.body.sampling_params, self.body.token_ids, self.service.limits
-        await self.context.beside_loop(limits.check_tokens, prompt, "token_ids")
-        return limits.job(
-            fields, [prompt], fields.max_tokens, default=limits.default_max_tokens,
-            field="max_tokens", prompt_field="token_ids", top_logprobs=fields.logprobs or 0,
-            prompt_logprobs=fields.prompt_logprobs, version=self.context.version,
-        )  # fmt: skip
-
-    def further(self) -> dict[str, Any]:
-        return {
-            "prompt_token_ids": self.body.token_ids if self.body.return_token_ids else None,
-            "prompt_logprobs": self.prompt_logprobs(0) if self.scores else None,
-        }
-
-    def chunks(self, i: int, piece: Piece) -> list[Event]:
-        return self.chunk(self.choice(i, piece))
-
-    def choice(self, i: int, piece: Piece) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            # By text and by number, for clients of either of vLLM's shapes.
-            return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob)}
-
-        top = self.body.sampling_params.logprobs
-        choice: dict[str, Any] = {
-            "index": i,
-            "token_ids": piece.token_ids,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-            "logprobs": None if top is None else {"content": entries(piece, top, entry)},
-        }
-        if piece.finish_reason is not None:
-            spans: list[dict[str, Any]] = []
-            for serial, sampled in groupby(self.whole[i].versions):
-                start = spans[-1]["end"] if spans else 0
-                told = {"version": self.service.weights.of(serial).label, "start": start}
-                spans.append({**told, "end": start + len([*sampled])})
-            choice["weight_versions"] = spans
-        if self.body.output_mode == "text":
-            choice["text"] = piece.text
-        return choice

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,8 +19,7 @@ from rllib_llm.engines.hot_swap import HotSwapEngine, HotSwapLoader
 from rllib_llm.engines.protocol import Ended, Row
 from rllib_llm.engines.torch_engine import TRUNK, TorchEngine, named_as
 from rllib_llm.modules.lora import is_adapter_folder
-from rllib_llm.modules.model_source import DOTTED, source_kind, text_config
-from rllib_llm.modules.multimodal import is_multimodal
+from rllib_llm.modules.model_source import DOTTED, is_multimodal, source_kind, text_config
 from rllib_llm.modules.precision import faster_library, use_onednn
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.text_scores import TextScores
@@ -27,7 +27,6 @@ from rllib_llm.modules.tokenizer import eos_token_ids, load_tokenizer
 from rllib_llm.serving.guides import Grammars
 from rllib_llm.serving.jobs import Limits
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import fingerprint
 from rllib_llm.shared.errors import Problems, SettingWarning, require
 
 if TYPE_CHECKING:
@@ -163,6 +162,15 @@ class ThreadHost(EngineLoop):
         """As `EngineLoop.close`."""
         self._grammars.close()
         super().close()
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """CRC-32 of the weights' bytes in the order of their names, eight hexadecimal digits."""
+    crc = 0
+    for name in sorted(weights, key=lambda name: name.removeprefix("model.")):
+        tensor = weights[name].detach().cpu().contiguous()
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
 
 
 def served_tokenizer(source: str, **chats: Any) -> Any:

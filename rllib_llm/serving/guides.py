@@ -158,11 +158,9 @@ class LlGuide:
         self._matcher.consume_token(token_id)
 
 
-def grammar_of(wanted: ResponseFormat | None) -> tuple[str, str] | None:
-    """The field of a response format that contains a grammar, and the grammar for llguidance; None
-    for free text; 400 where it is too long, or cannot be read."""
-    if wanted is None or wanted.type == "text":
-        return None
+def grammar_of(wanted: ResponseFormat) -> tuple[str, str]:
+    """The field of a response format, not of free text, that contains a grammar, and the grammar
+    for llguidance; 400 where it is too long, or cannot be read."""
     from llguidance import LLMatcher
 
     def as_schema(schema: Any) -> str:

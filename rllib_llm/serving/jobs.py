@@ -1,20 +1,21 @@
-"""Requests as jobs of the engine, and the limits of what they may ask; what is above them is
-refused by an `ApiError` that names the field.
+"""Requests as jobs of the engine, the limits of what they may ask (what is above them is refused by
+an `ApiError` that names the field), and the pieces that completions come in.
 
-fields of a request ── Limits.job ──▶ Job ──▶ rows of the engine
+fields of a request ── Limits.job ──▶ Job ──▶ rows of the engine ──▶ tokens ── Choice ──▶ Piece
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from rllib_llm.data.decoding import TextStream
 from rllib_llm.engines.params import LOWEST_TEMPERATURE, SamplingParams
-from rllib_llm.engines.protocol import Noise, Row
+from rllib_llm.engines.protocol import Ended, Likeliest, Noise, Row, Tokens
 from rllib_llm.serving.schemas import MAX_LOGPROBS, ApiError, SamplingFields, refuse
 
 _CHARS_PER_TOKEN = 16
@@ -179,3 +180,81 @@ class Limits:
             stops=tuple(filter(None, stops)), keeps_stop=bool(fields.include_stop_str_in_output),
             eos_token_ids=ends, prompt_logprobs=prompt_logprobs, **further,
         )  # fmt: skip
+
+
+@dataclass
+class Piece:
+    """The part of a completion since the previous piece."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    likeliest: list[Likeliest] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Of each token, the serial number of the weights that sampled it."""
+    offsets: list[int] = field(default_factory=list)
+    """Of each token, where its text begins in the completion's."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, other: Piece) -> None:
+        """Puts a later piece behind this one."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.likeliest += other.likeliest
+        self.versions += other.versions
+        self.offsets += other.offsets
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+
+
+class Choice:
+    """Converts the tokens of one row into pieces. Streams send the pieces and other responses join
+    them, so both give the same text. That of a stop token is left out; `eos_token_ids` are those of
+    them that the model ends with anyway."""
+
+    def __init__(
+        self, text: TextStream, stop_token_ids: Sequence[int], eos_token_ids: Sequence[int]
+    ) -> None:
+        self._text = text
+        self._stops, self._eos = frozenset(stop_token_ids), frozenset(eos_token_ids)
+        self.is_done = False
+
+    def tokens(self, new: Tokens) -> Piece:
+        """The piece that sampled tokens add; tokens after a stop sequence add nothing."""
+        piece = Piece()
+        for i, (token, logprob) in enumerate(zip(new.token_ids, new.logprobs, strict=True)):
+            if self.is_done:
+                break
+            piece.token_ids.append(token)
+            piece.logprobs.append(logprob)
+            piece.offsets.append(self._text.length)
+            if new.likeliest:
+                piece.likeliest.append(new.likeliest[i])
+            piece.versions.append(new.versions[i])
+            if token not in self._stops:  # else it is the last
+                piece.text += self._text.push(token)
+            if self._text.stopped_by is not None:
+                self._finish(piece, "stop", self._text.stopped_by)
+        return piece
+
+    def end(self, ended: Ended) -> Piece:
+        """The last piece; 500 where the model gave no numbers."""
+        piece = Piece()
+        if self.is_done:
+            return piece
+        refuse(ended.finish == "error",
+               "The model's logits are not finite: its weights are broken.", status=500)
+        piece.text = self._text.finish()
+        if self._text.stopped_by is not None:
+            self._finish(piece, "stop", self._text.stopped_by)
+            return piece
+        last = ended.token_ids[-1] if ended.token_ids else None
+        is_named = ended.finish == "stop" and last not in self._eos
+        reasons = {"aborted": "abort"}
+        self._finish(piece, reasons.get(ended.finish, ended.finish), last if is_named else None)
+        return piece
+
+    def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
+        self.is_done = True
+        piece.finish_reason, piece.stop_reason = reason, stop_reason

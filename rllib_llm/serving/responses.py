@@ -13,8 +13,7 @@ from rllib_llm.serving import schemas
 from rllib_llm.serving.completions import ChatView
 from rllib_llm.serving.jobs import Job
 from rllib_llm.serving.schemas import field_error
-from rllib_llm.serving.service import LARGE_TOKENS, RequestContext
-from rllib_llm.serving.streams import Event
+from rllib_llm.serving.service import LARGE_TOKENS, Event, RequestContext
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 # Of the finish reasons of chats, those that leave a response incomplete.

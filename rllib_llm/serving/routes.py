@@ -23,15 +23,14 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from rllib_llm.data.encoding import encode_spans
 from rllib_llm.serving import chat, schemas
-from rllib_llm.serving.completions import ChatBatchView, ChatView, SessionView, TextView, TokenView
+from rllib_llm.serving.completions import ChatBatchView, ChatView, SessionView
 from rllib_llm.serving.responses import ResponseView
 from rllib_llm.serving.schemas import ApiError, documented, refuse
 from rllib_llm.serving.security import JsonRoute, admin_key, client_key
-from rllib_llm.serving.service import JsonResponse, RequestContext, Service
+from rllib_llm.serving.service import JsonResponse, RequestContext, ServedWeights, Service, encoded
 from rllib_llm.serving.sessions import Session
-from rllib_llm.serving.streams import encoded
+from rllib_llm.serving.text_completions import TextView, TokenView
 from rllib_llm.serving.weight_sources import load_folder
-from rllib_llm.serving.weights import ServedWeights
 
 _PAGE = Path(__file__).with_name("page.html")
 Json = dict[str, Any]

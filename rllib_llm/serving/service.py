@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ import anyio
 import torch
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic_core import to_json
 
 from rllib_llm.data.decoding import TextStream, TokenTexts
 from rllib_llm.engines.engine_loop import settle
@@ -36,16 +37,14 @@ from rllib_llm.engines.hot_swap import VersionGoneError
 from rllib_llm.engines.protocol import Ended, EngineEndedError, GuideError, Tokens
 from rllib_llm.modules.text_scores import TextScores
 from rllib_llm.serving.chat import Chats, ImageReader
-from rllib_llm.serving.engine_host import Counts
+from rllib_llm.serving.engine_host import Counts, fingerprint
 from rllib_llm.serving.engine_process import EngineHost
 from rllib_llm.serving.guides import BusyError, no_good
-from rllib_llm.serving.jobs import Job
-from rllib_llm.serving.schemas import ApiError, refuse
+from rllib_llm.serving.jobs import Choice, Job, Piece
+from rllib_llm.serving.schemas import MAX_TOLD, ApiError, refuse
 from rllib_llm.serving.security import Client
 from rllib_llm.serving.sessions import Sessions
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import Choice, Event, Piece, encoded, encoded_in_parts
-from rllib_llm.serving.weights import LiveWeights, ServedWeights, fingerprint
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -57,7 +56,107 @@ _ALIVE_SECONDS = 10.0  # a step with long prompts may take some
 _GRAMMAR_SECONDS = 10.0
 _MOST_RETRY_SECONDS = 30
 JsonResponse = partial(Response, media_type="application/json")  # of JSON that is made already
+MODEL_GONE = "model_not_found"
+_MAX_REMEMBERED = 10_000  # versions
 SHUTTING_DOWN = "The server is about to stop and takes no more requests."
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights that were loaded.
+
+    `serial` counts loads, and is what the engine stamps on tokens; `epoch` and `version` are the
+    publisher's: after a restore a lower version of a later epoch is another one. `num_bytes` came
+    from the run in `transfer_seconds`; 0 of a folder.
+    """
+
+    serial: int
+    epoch: int
+    version: int
+    fingerprint: str
+    source: str
+    num_bytes: int = 0
+    transfer_seconds: float = 0.0
+    load_seconds: float = 0.0
+    loaded_at: float = field(default_factory=time.time)
+
+    @property
+    def label(self) -> str:
+        """EPOCH.VERSION"""
+        return f"{self.epoch}.{self.version}"
+
+
+class LiveWeights:
+    """The versions that can be asked for, in `live`: the newest, and the one before it as long as
+    requests may ask for it. Of the event loop alone, but for `remember` and `of`.
+
+    Args:
+        first: that it is served with until others come.
+    """
+
+    def __init__(self, name: str, first: ServedWeights) -> None:
+        self.name = name
+        self._known, self.live = {first.serial: first}, [first]
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> ServedWeights:
+        """The version used by requests that name none."""
+        return self.live[0]
+
+    def remember(self, weights: ServedWeights) -> None:
+        """Registers weights that may sample from now on. Thread-safe."""
+        self._known[weights.serial] = weights
+        while len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    def set_live(self, live: list[ServedWeights]) -> None:
+        """Sets the versions that the engine holds now."""
+        self.live = live
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def of(self, serial: int) -> ServedWeights:
+        """The weights that have sampled a token."""
+        return self._known[serial]
+
+    def id_of(self, weights: ServedWeights) -> str:
+        """NAME@EPOCH.VERSION"""
+        return f"{self.name}@{weights.label}"
+
+    def named(self, model: str | None) -> ServedWeights | None:
+        """The weights that a request's `model` asks for, None: the newest; 404 where they are not
+        live."""
+        if model is None or model == self.name:
+            return None
+        for weights in self.live:
+            if model == self.id_of(weights):
+                return weights
+        raise self.gone(model)
+
+    def gone(self, model: str) -> ApiError:
+        """The answer where a model's weights are not here."""
+        live = [self.name, *(self.id_of(weights) for weights in self.live)]
+        message = f"model={model[:MAX_TOLD]!r} must be one of {live}; the first is the newest."
+        return ApiError(404, message, "model", MODEL_GONE)
+
+    async def wait_for(self, wanted: str | None, seconds: float) -> None:
+        """Waits until the newest version is at least that of the header X-Min-Weight-Version,
+        VERSION or EPOCH.VERSION; 400 for another value, 409 where it does not come in time."""
+        if wanted is None:
+            return
+        header, parts = "X-Min-Weight-Version", wanted.split(".")
+        is_number = all(part.isdecimal() and len(part) < 20 for part in parts)
+        refuse(len(parts) > 2 or not is_number,
+               f"{header}={wanted[:40]!r} must be VERSION or EPOCH.VERSION, whole numbers.", header)
+        least = [*map(int, parts)]
+        try:
+            with anyio.fail_after(seconds):
+                while [self.newest.epoch, self.newest.version][-len(least) :] < least:
+                    await self._changed.wait()
+        except TimeoutError:
+            message = f"{header}={wanted!r} must be at most {self.newest.label}, the newest."
+            raise ApiError(409, message, header, "weight_version_not_available") from None
 
 
 class RequestContext:
@@ -94,6 +193,32 @@ class RequestContext:
         """Returns the result of `work`, run in a thread if the request, or the work, is large."""
         is_large = is_large or self._size > _SMALL_BYTES
         return await self.service.beside_loop(is_large, work, *arguments)
+
+
+Event = dict[str, Any] | bytes
+"""Of an answer: what is sent as JSON, or that JSON."""
+
+
+def encoded(event: Any) -> bytes:
+    """The event as JSON, in which numbers that are too large are null."""
+    return event if isinstance(event, bytes) else to_json(event, inf_nan_mode="null")
+
+
+_LEVELS = 5  # from an answer to the likeliest tokens at a place of one of its texts
+
+
+def encoded_in_parts(event: Any, levels: int = _LEVELS) -> bytes:
+    """As `encoded`, for a thread: other threads may run in between, which one call for all of a
+    large answer would not let. Keys are texts."""
+    if levels and isinstance(event, dict):
+        pairs = (
+            to_json(str(name)) + b":" + encoded_in_parts(value, levels - 1)
+            for name, value in event.items()
+        )
+        return b"{" + b",".join(pairs) + b"}"
+    if levels and isinstance(event, list):
+        return b"[" + b",".join(encoded_in_parts(each, levels - 1) for each in event) + b"]"
+    return encoded(event)
 
 
 class Mailbox:

@@ -20,8 +20,8 @@ from typing import Any
 from rllib_llm.conversations.chat_format import ChatFormat
 from rllib_llm.conversations.conversation import Conversation
 from rllib_llm.serving.chat import read_arguments, refused_by_template
+from rllib_llm.serving.jobs import Piece
 from rllib_llm.serving.schemas import ApiError, ChatRequest, refuse
-from rllib_llm.serving.streams import Piece
 
 MAX_SESSIONS = 10_000
 MAX_OF_AN_OWNER = 1_000

@@ -16,9 +16,8 @@ from rllib_llm.engines.torch_engine import TRUNK
 from rllib_llm.modules.lora import adapts_tied_weights, add_adapters, is_adapter, merge_into
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.quantization import quantize
-from rllib_llm.serving.service import Service
+from rllib_llm.serving.service import ServedWeights, Service
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.weights import ServedWeights
 from rllib_llm.weights.coordinator import CoordinatorClient
 from rllib_llm.weights.flat_buffer import FlatBuffer, unpack
 from rllib_llm.weights.receiver import WeightsFollower, WeightsReceiver

@@ -108,12 +108,11 @@ class BackgroundPublisher:
 
     def wait(self, timeout: float) -> bool:
         """Whether all that was handed over is published, after at most `timeout` seconds."""
-
-        def is_idle() -> bool:
-            return self._error is not None or (self._pending is None and not self._busy)
-
         with self._changed:
-            return self._changed.wait_for(is_idle, timeout)
+            return self._changed.wait_for(
+                lambda: self._error is not None or (self._pending is None and not self._busy),
+                timeout,
+            )
 
     def wait_epoch(self, timeout: float = MAX_SECONDS_TO_ANNOUNCE) -> int:
         """The epoch of the last weights handed over, once they are published.

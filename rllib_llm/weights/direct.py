@@ -86,7 +86,17 @@ class DirectTransport:
         if self._transport == "nixl" and not has_nixl():
             raise ModuleNotFoundError("weights_transport='nixl': pip install 'rllib-llm[nixl]'")
         slots, firsts, end = lay_out(tensors)
-        memory = self._free_memory(end, next(iter(tensors.values())).device)
+        wanted = end, next(iter(tensors.values())).device
+        unused = (each for each in self._buffers
+                  if (each.memory.nbytes, each.memory.device) == wanted and each.is_free)
+        buffer = next(unused, None)
+        if buffer is None:
+            memory = torch.empty(end, dtype=torch.uint8, device=wanted[1])
+            if self._transport == "nixl":
+                register_nixl_memory(memory)
+            buffer = _Buffer(memory)
+            self._buffers.append(buffer)
+        memory = buffer.take()
         fill_slots(memory, tensors, slots, firsts)
         # Ray waits for the device before it hands the memory out.
         flat = FlatBuffer(memory, slots)
@@ -96,18 +106,6 @@ class DirectTransport:
     def open(self, ticket: DirectSnapshot) -> Iterator[FlatBuffer]:
         """The buffer, read into memory of this process; it stays valid after the block."""
         yield self._get(ticket.ref)
-
-    def _free_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that no snapshot uses, as a new tensor, [num_bytes] uint8."""
-        for buffer in self._buffers:
-            fits = (buffer.memory.nbytes, buffer.memory.device) == (num_bytes, device)
-            if fits and buffer.is_free:
-                return buffer.take()
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if self._transport == "nixl":
-            register_nixl_memory(memory)
-        self._buffers.append(_Buffer(memory))
-        return self._buffers[-1].take()
 
 
 class _Buffer:

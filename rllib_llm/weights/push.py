@@ -47,8 +47,8 @@ class PushedServer(ABC):
             RequestRefusedError, ServerError: it does not take them.
         """
 
-    def _tell(self, path: str, body: dict[str, Any]) -> None:
-        self._client.post(path, body, lambda answer: None)
+    def _tell(self, path: str, body: dict[str, Any], **how: Any) -> None:
+        self._client.post(path, body, lambda answer: None, **how)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -81,45 +81,40 @@ class VLLMServer(PushedServer):
         require(method in ways, "method", method, f"be one of {ways}", "", "")
         require(pause_mode in modes, "pause_mode", pause_mode, f"be one of {modes}", "", "")
         self._pause = f"pause?mode={pause_mode}&clear_cache=true"
-        self._give = self._transfer if method == "transfer" else self._reload
         super().__init__(base_url, **client)
-        self._is_open = False
+        self._transfers, self._is_open = method == "transfer", False
         self.takes_adapters, self._name = method == "adapters", name
         self._loaded: list[str] = []  # adapters
 
     def update(self, folder: Path, epoch: int, version: int) -> None:
+        label, path = f"{epoch}.{version}", str(folder)
         if self.takes_adapters:
-            self._load_adapters(folder, f"{self._name}@{epoch}.{version}")
+            self._load_adapters(path, f"{self._name}@{label}")
             return
         self._tell(self._pause, {})
-        self._give(str(folder), f"{epoch}.{version}")
+        if self._transfers:
+            if not self._is_open:
+                self._tell("init_weight_transfer_engine", {"init_info": {}})
+                self._is_open = True
+            self._tell("start_weight_update", {})
+            self._tell("update_weights", {"update_info": {"path": path}})
+            self._tell("finish_weight_update", {"weight_version": label})
+        else:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            self._tell("collective_rpc", reload)
+            self._tell("update_weight_version", {"new_version": label})
         self._tell("resume", {})
 
-    def _load_adapters(self, folder: Path, name: str) -> None:
+    def _load_adapters(self, path: str, name: str) -> None:
         """Adds a version beside those of running requests."""
         self._loaded = [each for each in self._loaded if each != name]
         while len(self._loaded) >= _KEPT:
             with suppress(RequestRefusedError):  # a server that was started again has none
-                self._tell_text("v1/unload_lora_adapter", {"lora_name": self._loaded.pop(0)})
-        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
-        self._tell_text("v1/load_lora_adapter", body)
+                oldest = {"lora_name": self._loaded.pop(0)}
+                self._tell("v1/unload_lora_adapter", oldest, is_json=False)
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        self._tell("v1/load_lora_adapter", body, is_json=False)
         self._loaded.append(name)
-
-    def _tell_text(self, path: str, body: dict[str, Any]) -> None:
-        self._client.post(path, body, lambda answer: None, is_json=False)
-
-    def _reload(self, folder: str, label: str) -> None:
-        self._tell("collective_rpc", {"method": "reload_weights",
-                                      "kwargs": {"weights_path": folder}})  # fmt: skip
-        self._tell("update_weight_version", {"new_version": label})
-
-    def _transfer(self, folder: str, label: str) -> None:
-        if not self._is_open:
-            self._tell("init_weight_transfer_engine", {"init_info": {}})
-            self._is_open = True
-        self._tell("start_weight_update", {})
-        self._tell("update_weights", {"update_info": {"path": folder}})
-        self._tell("finish_weight_update", {"weight_version": label})
 
 
 class SGLangServer(PushedServer):

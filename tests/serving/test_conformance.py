@@ -10,10 +10,10 @@ import jsonschema
 import openai
 import pytest
 
+from rllib_llm.serving.completions import EventStream
 from rllib_llm.serving.http_server import HttpServer
 from rllib_llm.serving.schemas import ApiError
 from rllib_llm.serving.settings import ServeSettings
-from rllib_llm.serving.streams import EventStream
 from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import DEADLINE_S, NAME, asgi_client, service, tokenizer
 

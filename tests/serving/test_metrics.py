@@ -11,8 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import rllib_llm.serving
-from rllib_llm.serving.service import Metrics
-from rllib_llm.serving.weights import LiveWeights, ServedWeights
+from rllib_llm.serving.service import LiveWeights, Metrics, ServedWeights
 
 DASHBOARD = Path(rllib_llm.serving.__file__).with_name("dashboard.json")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

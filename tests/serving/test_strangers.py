@@ -21,8 +21,7 @@ from rllib_llm.serving.guides import BusyError, Grammars, LlGuide
 from rllib_llm.serving.http_server import make_app
 from rllib_llm.serving.schemas import ChatRequest, CompletionRequest, ResponseRequest, TokenIds
 from rllib_llm.serving.security import Clients, read_clients
-from rllib_llm.serving.service import RequestContext
-from rllib_llm.serving.streams import encoded, encoded_in_parts
+from rllib_llm.serving.service import RequestContext, encoded, encoded_in_parts
 from rllib_llm.shared.errors import Problems
 from tests.serving.tiny_server import (
     DEADLINE_S,
