@@ -69,6 +69,7 @@ def run_ours(case: Case, bench: Any, folder: Path, steps: int) -> dict[str, Any]
     """Medians over iterations, in this process."""
     import ray
     import torch
+
     from benchmarks.common import Stopwatch, add
 
     if "RAY_ADDRESS" not in os.environ:

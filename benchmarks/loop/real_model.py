@@ -74,6 +74,16 @@ def correct(completions: list[Any], answer: list[str], **columns: Any) -> list[f
     return [float(numbers == [right]) for numbers, right in zip(found, answer, strict=True)]
 
 
+def brief(completions: list[Any], **columns: Any) -> list[float]:
+    """The share of words that are numbers; 1: nothing but the number, as was asked."""
+    texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
+    words = [text.split() or ["-"] for text in texts]
+    return [sum(word.strip(".,").isdigit() for word in each) / len(each) for each in words]
+
+
+REWARDS = {"correct": correct, "brief": brief}
+
+
 def data(case: str) -> list[dict[str, Any]]:
     """Rows as both sides read them."""
     kept = {"dpo": ("chosen", "rejected"), "sft": ("chosen",)}.get(case, ())
@@ -106,7 +116,7 @@ def our_config(args: argparse.Namespace) -> Any:
         return {"dpo": DPOConfig, "sft": SFTConfig}[case]().update_from_dict(settings)
     env_config: dict[str, Any] = {
         "prompts": data(case), "max_prompt_len": 96, "max_completion_len": NEW_TOKENS,
-        "reward_functions": [{"function": correct, "name": "correct"}],
+        "reward_functions": [{"function": REWARDS[args.reward], "name": "reward"}],
     }  # fmt: skip
     settings |= {
         "env": "rllib_llm/RLHF-v0", "env_config": env_config, "max_new_tokens": NEW_TOKENS,
@@ -141,7 +151,7 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": seconds, "version": "rllib_llm",
         "mean_length": results[-1].get("output_length"),
-        "rewards": [each["correct_rewards"] for each in results if "correct_rewards" in each],
+        "rewards": [each["reward_rewards"] for each in results if "reward_rewards" in each],
     }  # fmt: skip
 
 
@@ -181,7 +191,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     if case == "dpo":
         settings["beta"] = BETAS[case]
     kind = case.upper()
-    rewards = {"reward_funcs": correct} if case in ("grpo", "rloo") else {}
+    rewards = {"reward_funcs": REWARDS[args.reward]} if case in ("grpo", "rloo") else {}
     trainer = getattr(trl, f"{kind}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         args=getattr(trl, f"{kind}Config")(**settings),
@@ -294,10 +304,10 @@ def compare(case: str, args: argparse.Namespace, judge: str) -> dict[str, Any]:
     for seed in range(args.rounds):
         for side, lines in rounds.items():
             python = args.peer_python if side.startswith("trl") else sys.executable
-            given = ["--case", case, "--side", side, "--judge", judge, "--model", args.model,
-                     "--steps", str(args.steps), "--precision", args.precision, "--seed", str(seed),
-                     "--lr", str(args.lr), *(["--rows", str(args.rows)] if args.rows else []),
-                     "--peer_ppo_path", args.peer_ppo_path or ""]  # fmt: skip
+            given = ["--case", case, "--side", side, "--judge", judge, "--seed", str(seed)]
+            for name in ("model", "steps", "rows", "lr", "reward", "precision", "peer_ppo_path"):
+                if (value := getattr(args, name)) is not None:
+                    given += [f"--{name}", str(value)]
             done = subprocess.run(
                 [python, __file__, *given], env=environ, capture_output=True, text=True
             )
@@ -330,6 +340,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rows", type=int, help="of an iteration; default: those of the case")
     parser.add_argument("--lr", type=float, default=LR)
+    parser.add_argument("--reward", choices=REWARDS, default="correct")
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     for hidden in ("--side", "--case", "--judge"):

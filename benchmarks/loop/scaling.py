@@ -127,6 +127,7 @@ def product_speed() -> float:
 def measure(point: Point, iterations: int) -> dict[str, Any]:
     """Medians over the iterations after the first."""
     import ray
+
     from benchmarks.common import Stopwatch
 
     torch.set_num_threads(1)
