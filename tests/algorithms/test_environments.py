@@ -214,6 +214,39 @@ def test_any_number_of_samplers_learns_the_same(whole_ahead, num_samplers):
     same(learn(ahead(num_samplers, **WEIGHED), 5), whole_ahead)
 
 
+@pytest.mark.slow  # samplers in processes of their own
+def test_samplers_that_open_some_environments_learn_the_same(whole_ahead):
+    same(learn(own_samplers(**WEIGHED), 5), whole_ahead)
+
+
+def own_samplers(**settings):
+    """Three samplers: all open sums, the first letters as well."""
+    config = ahead(3, **settings)
+    config.envs["letters"]["num_env_runners"] = 1
+    return config
+
+
+def test_a_sampler_opens_the_environments_that_are_its_own():
+    config = own_samplers()
+    opened = [[*build_sampler(config, worker_index=i).envs] for i in range(4)]
+    assert opened == [["sums", "letters"], ["sums", "letters"], ["sums"], ["sums"]]
+    config.envs["sums"]["num_env_runners"] = 2  # in turns: after that of letters
+    assert config.samplers_of_envs() == (("1", "2"), ("3",))
+    assert config.stream_rules().are_open([1, 3]) and not config.stream_rules().are_open([1, 2])
+
+
+@pytest.mark.parametrize(("num_samplers", "own", "name"), [
+    (2, {"letters": 3}, "envs.letters.num_env_runners"),
+    (2, {"letters": 0}, "envs.letters.num_env_runners"),
+    (3, {"letters": 1, "sums": 1}, "num_env_runners"),
+])  # fmt: skip
+def test_wrong_numbers_of_samplers_are_named(num_samplers, own, name):
+    config = mixed(num_samplers)
+    for env, number in own.items():
+        config.envs[env]["num_env_runners"] = number
+    assert name in [problem.name for problem in errors_of(config.problems())]
+
+
 @pytest.mark.parametrize("config", [
     pytest.param(mixed, marks=pytest.mark.slow), lambda: ahead(**WEIGHED)
 ], ids=["mixed", "ahead"])  # fmt: skip
