@@ -161,7 +161,7 @@ def test_groups_of_other_rules_are_sampled_after_a_second_restore(seed):
     world.check()
 
 
-@settings(max_examples=10, derandomize=True, **OPTIONS)
+@settings(max_examples=8, derandomize=True, **OPTIONS)
 @given(RANDOM, RANDOM, any_rules(["lockstep"]))
 def test_what_is_sampled_together_follows_from_the_rules_alone(one, other, rules):
     """The groups of a unit and an environment, whichever sampler opens it: else rounding would
