@@ -447,6 +447,9 @@ class RLHF(LanguageModelAlgorithm):
 
     def scale_samplers(self, num_samplers: int) -> str:
         """Sets the number of samplers between two iterations; does not change what is learnt."""
+        require(not any(self.config.samplers_of_envs()), "samplers", num_samplers,
+                "be left as they are", "environments have samplers of their own",
+                "Leave num_env_runners out of envs")  # fmt: skip
         pool = self._pools[self.env_runner_group]
         # Where groups stream, idle samplers lease them.
         return pool.scale(num_samplers, at_most=None if self.config.streams else pool.num_parts)

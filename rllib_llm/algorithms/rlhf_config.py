@@ -144,6 +144,17 @@ class RLHFConfig(LanguageModelConfig):
             for name, entry in self.env_configs().items()
         )  # fmt: skip
 
+    def samplers_of_envs(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the samplers that open each environment: in turns as many as its entry says; ()
+        of one that all open."""
+        found, num_samplers, first = [], 0 if self.in_evaluation else self.num_env_runners, 0
+        for name, weight in zip(self.env_names, self.weights_of_envs(), strict=True):
+            own = (self.envs or {}).get(name, {}).get("num_env_runners") if weight else None
+            workers = range(first, first + own) if own and num_samplers else ()
+            found.append(tuple(str(worker % num_samplers + 1) for worker in workers))
+            first += len(workers)
+        return tuple(found)
+
     def implied(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The loss of whole completions weighs each completion alike, unless told otherwise."""
         follows = super().implied(given)
@@ -222,6 +233,7 @@ class RLHFConfig(LanguageModelConfig):
             timeout_s=self.sampler_timeout_s,
             env_weights=self.weights_of_envs(),
             mix_by=self.mix_by,
+            env_samplers=self.samplers_of_envs(),
             judged_with=tuple(name for name, (coeff, place) in {
                 "reference": (self.ref_kl_coeff, self.reference_place),
                 "teacher": (self.distill_coeff, self.teacher_in),

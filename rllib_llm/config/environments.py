@@ -10,13 +10,14 @@ from typing import Any, Literal
 from rllib_llm.config.sampling import Drawn
 from rllib_llm.config.sections import table, wrong
 from rllib_llm.config.tabled_config import flattened
-from rllib_llm.shared.errors import Problem
+from rllib_llm.shared.errors import Problem, warning
 from rllib_llm.shared.setting import DEFAULT_ENV, Section, Settings, setting, when
 
 SEVERAL = when("envs", "is set", bool, "Set envs, or remove it", ": there is one environment")
 # What an environment may have for itself: how its texts are drawn, how many of a prompt, which of
 # its groups are learnt from, and from whom.
-OF_ENTRIES = {"env", "env_config", "filters", "num_completions", "teacher", *Drawn.model_fields}
+OF_ENTRIES = {"env", "env_config", "filters", "num_completions", "num_env_runners", "teacher",
+              *Drawn.model_fields}  # fmt: skip
 NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 
@@ -28,8 +29,9 @@ class Environments(Settings):
         None, "the environments by name; None: the one of `env` and its sections",
         note="Each has a `weight` (1), and what an environment's sections take: env, env_config, "
         "prompts, rewards, conversation; also filters, num_completions, max_new_tokens, "
-        "min_new_tokens, stop_token_ids, temperature, top_p, top_k and, with "
-        "teacher_in='environment', teacher. What it leaves out is the run's.",
+        "min_new_tokens, stop_token_ids, temperature, top_p, top_k, num_env_runners (of the run's "
+        "samplers, how many open it) and, with teacher_in='environment', teacher. What it leaves "
+        "out is the run's.",
         remedy="Write {math: {weight: 2, prompts: {data: ...}, rewards: {...}}, chat: {...}}",
         also="environments env_list",
     )  # fmt: skip
@@ -84,6 +86,7 @@ def has_held_out(entry: Any) -> bool:
 
 def environment_rules(config: Any) -> Iterator[Problem]:
     """Several environments have names, weights, and no settings that are the whole run's."""
+    opened: list[Any] = []  # numbers of samplers of each environment that is sampled; None: all
     if config.envs is not None and not config.envs:
         yield wrong(config, "envs", "a mapping with an environment", "there is nothing to sample")
     for name, entry in (config.envs or {}).items():
@@ -118,6 +121,21 @@ def environment_rules(config: Any) -> Iterator[Problem]:
                           "whole distributions are compared, at one temperature for all",
                           "Leave it out, or set another ref_kl_estimator or distill_loss",
                           given["temperature"])  # fmt: skip
+        num = given.get("num_env_runners")
+        opened += [num] if weight else []
+        if num is not None and not config.in_evaluation:
+            if not config.num_env_runners:
+                yield warning(f"{place}.num_env_runners", "be left out with num_env_runners=0",
+                              "the sampler of this process opens all environments", "", num)
+            elif not isinstance(num, int) or not 0 < num <= config.num_env_runners:
+                yield Problem(f"{place}.num_env_runners", f"be 1 to {config.num_env_runners}, the "
+                              "run's num_env_runners", "so many of its samplers open it",
+                              f"Write {config.num_env_runners}", num)  # fmt: skip
+    if opened and all(isinstance(num, int) for num in opened) and not config.in_evaluation and (
+        sum(opened) < config.num_env_runners
+    ):
+        yield wrong(config, "num_env_runners", f"at most {sum(opened)}, of which envs speak",
+                    "the others would open no environment", f"Use {sum(opened)}")  # fmt: skip
     weights = [entry.get("weight", 1) for entry in (config.envs or {}).values()]
     if weights and all(weight == 0 for weight in weights):
         yield wrong(config, "envs", "such that a weight is above 0", "nothing would be sampled")

@@ -144,16 +144,21 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
     # --- parts -------------------------------------------------------------------------------
 
     def make_env(self) -> None:
-        """This sampler's replica of each environment that has a weight, with its own frozen
-        models."""
-        weights = zip(self._configs.items(), self.config.weights_of_envs(), strict=True)
+        """This sampler's replica of each environment that it opens and that has a weight, with its
+        own frozen models."""
+        opened = self.config.stream_rules().envs_of(str(self.worker_index))
+        weights = [
+            weight if not self.worker_index or opened is None or number in opened else 0.0
+            for number, weight in enumerate(self.config.weights_of_envs())
+        ]
         sharing: AbstractContextManager[None] = nullcontext()
         if self.config.envs:
             from rllib_llm.envs.frozen_models import sharing_models  # few runs need it
 
             sharing = sharing_models()
         with sharing:
-            self.envs = {name: self._made_env(own) for (name, own), weight in weights if weight}
+            each = zip(self._configs.items(), weights, strict=True)
+            self.envs = {name: self._made_env(own) for (name, own), weight in each if weight}
         self.env = next(iter(self.envs.values()))
 
     def _made_env(self, config: Any) -> Any:

@@ -65,7 +65,8 @@ class JudgedGroup:
 
 @dataclass(frozen=True)
 class Lease:
-    """Consecutive groups `position .. position + num_groups - 1`, to be sampled by one sampler.
+    """Groups to be sampled by one sampler: `position .. position + num_groups - 1`, or `groups`,
+    where those between are of environments that it does not open.
 
     id: fences: what is handed in under a lease that has ended is refused.
     weights: to sample with. order: of their publication, which grows; calls overtake one another.
@@ -81,11 +82,12 @@ class Lease:
     partial: dict[int, tuple[PartialCompletion, ...]] = field(default_factory=dict)
     order: int = 0
     places: tuple[Place, ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
-    def positions(self) -> range:
+    def positions(self) -> Sequence[int]:
         """The positions of its groups."""
-        return range(self.position, self.position + self.num_groups)
+        return self.groups or range(self.position, self.position + self.num_groups)
 
 
 @dataclass(eq=False)
@@ -231,24 +233,34 @@ class GroupTable:
         return None
 
     def take_unit(
-        self, room: int, *, whole: bool, can_sample: Callable[[Entry], bool]
-    ) -> list[Entry]:
-        """The first groups that wait and were admitted together, [] where they cannot be sampled.
+        self, room: int, *, whole: bool, can_sample: Callable[[Entry], bool],
+        opens: Callable[[int, int | None], bool],
+    ) -> list[Entry]:  # fmt: skip
+        """The first groups that wait and were admitted together, [] where they cannot be sampled;
+        of a sampler that does not open all environments, those of its own among them.
 
         Args:
             whole: all that were admitted together, whatever the room.
             can_sample: whether there are the weights for a group.
+            opens: whether the sampler opens the environment of a position, given its turn.
         """
         entries: list[Entry] = []
+        skipped: list[int] = []
         while (entry := self.first_waiting()) is not None and can_sample(entry):
+            if not opens(entry.position, entry.turn):
+                skipped.append(heapq.heappop(self._waiting))
+                continue
             if entries and not (
                 entry.unit == entries[0].unit
-                and entry.position == entries[-1].position + 1
                 and (whole or len(entries) < room)
-            ):
+                and not any(opens(position, None)
+                            for position in range(entries[-1].position + 1, entry.position))
+            ):  # fmt: skip
                 break
             heapq.heappop(self._waiting)
             entries.append(entry)
+        for position in skipped:
+            heapq.heappush(self._waiting, position)
         return entries
 
     def close(self, entry: Entry) -> None:

@@ -240,10 +240,11 @@ class SingleRows(Batches):
         return failed
 
     def _group(self, lease: Lease, position: int) -> CompletionGroup:
-        place = position - lease.position
+        place = lease.positions.index(position)
         alone = dataclasses.replace(
-            lease, position=position, num_groups=1, places=lease.places[place : place + 1]
-        )
+            lease, position=position, num_groups=1, places=lease.places[place : place + 1],
+            groups=(),
+        )  # fmt: skip
         (request,) = requests_of(alone, self._settings)
         prompts = self._sampler.of(request).environment.prompts(request)
         prompt = zlib.crc32(

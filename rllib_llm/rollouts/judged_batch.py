@@ -59,7 +59,8 @@ class SampleRequest:
 
 def requests_of(lease: Lease, settings: ServingSettings) -> list[SampleRequest]:
     """The requests of a lease, one for each environment, so that the round-off is the same on any
-    sampler. Consecutive groups have consecutive positions in their environments, too."""
+    sampler, also on one that opens some of them. Groups have consecutive positions in their
+    environments: those between groups of a lease are of others."""
     of_env: dict[int, list[tuple[int, int]]] = {}
     places = lease.places or [Place(0, position) for position in lease.positions]
     for group, place in zip(lease.positions, places, strict=True):
@@ -68,7 +69,7 @@ def requests_of(lease: Lease, settings: ServingSettings) -> list[SampleRequest]:
         SampleRequest(
             own[0][0], len(own), settings.completions_of(env), settings.explore,
             lease.return_texts, env,
-            () if own[0][0] == own[0][1] and len(of_env) == 1 else tuple(g for _, g in own),
+            () if all(each == g for each, g in own) else tuple(g for _, g in own),
             settings.num_completions,
         ) for env, own in of_env.items()
     ]  # fmt: skip

@@ -243,7 +243,8 @@ class Ledger:
     # --- samplers ------------------------------------------------------------------------------
 
     def lease(self, sampler: str, num_groups: int, holding: Iterable[int] = ()) -> list[Lease]:
-        """Groups for a sampler, the first that wait: at most `num_groups`, but at least one unit.
+        """Groups for a sampler, the first that wait in environments that it opens: at most
+        `num_groups`, but at least one unit.
 
         Args:
             sampler: its name; one that was started again has that of the one before.
@@ -254,16 +255,22 @@ class Ledger:
         self.leases.end_unknown(sampler, holding)
         leases: list[Lease] = []
         room = num_groups
-        whole = self.rules.schedule == "lockstep"
+        whole, envs = self.rules.schedule == "lockstep", self.rules.envs_of(sampler)
+
+        def opens(position: int, turn: int | None) -> bool:
+            return envs is None or self.mixture.place(position, turn).env in envs
+
         while room > 0 and (
-            entries := self.table.take_unit(room, whole=whole, can_sample=self._can_sample)
+            entries := self.table.take_unit(
+                room, whole=whole, can_sample=self._can_sample, opens=opens
+            )
         ):
             leases.append(self._lease_to(sampler, entries))
             room -= len(entries)
         return leases
 
     def has_work(self) -> bool:
-        """Whether a sampler that asks is given something."""
+        """Whether a sampler that asks, and opens all environments, is given something."""
         entry = self.table.first_waiting()
         return entry is not None and self._can_sample(entry)
 
@@ -273,6 +280,8 @@ class Ledger:
     def _lease_to(self, sampler: str, entries: Sequence[Entry]) -> Lease:
         version = self._schedule.version(entries[0])
         assert version is not None, "only what can be sampled is leased"
+        positions = tuple(entry.position for entry in entries)
+        is_range = positions[-1] - positions[0] + 1 == len(positions)
         return Lease(
             self.leases.give(sampler, entries, self._clock()), entries[0].position, len(entries),
             self._weights[version],
@@ -280,6 +289,7 @@ class Ledger:
             partial={e.position: e.partial for e in entries if e.partial},
             order=self._orders[version],
             places=tuple(self.mixture.place(e.position, e.turn) for e in entries),
+            groups=() if is_range else positions,
         )  # fmt: skip
 
     def renew(

@@ -190,8 +190,9 @@ class LedgerActor:
         if ledger.leases.holds_more(sampler, holding):  # it was started again
             self._journaled.call("lease", sampler, 0, list(holding))
             self._serve()
-        if ledger.has_work():
-            return self._journaled.call("lease", sampler, num_groups, list(holding))
+        asked = ("lease", sampler, num_groups, list(holding))
+        if ledger.has_work() and (leases := self._journaled.call(*asked)):
+            return leases
         idle = _Idle(sampler, num_groups, list(holding), asyncio.Future())
         self._idle.append(idle)
         if await _wait(idle.answer, wait_s):
@@ -207,10 +208,13 @@ class LedgerActor:
 
     def _serve(self) -> None:
         """Gives what waits to samplers that wait."""
-        while self._idle and self._journaled.ledger.has_work():
-            idle = self._idle.popleft()
-            leases = self._journaled.call("lease", idle.sampler, idle.num_groups, idle.holding)
-            self._answer(idle, leases)
+        for idle in [*self._idle]:
+            if not self._journaled.ledger.has_work():
+                break
+            asked = ("lease", idle.sampler, idle.num_groups, idle.holding)
+            if leases := self._journaled.call(*asked):
+                self._idle.remove(idle)
+                self._answer(idle, leases)
 
     @staticmethod
     def _answer(idle: _Idle, leases: list[Lease]) -> None:

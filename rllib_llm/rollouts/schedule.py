@@ -62,6 +62,7 @@ class StreamRules:
     timeout_s: of a lease, see `TimeLimit`.
     judged_with: frozen models whose log-probs the environment adds, "reference" and "teacher".
     env_weights, mix_by: of the environments, see `Mixture`.
+    env_samplers: names of the samplers that open each environment; () of one that all open.
     """
 
     num_groups: int
@@ -82,6 +83,19 @@ class StreamRules:
     judged_with: tuple[str, ...] = ()
     env_weights: tuple[float, ...] = (1.0,)
     mix_by: MixBy = "groups"
+    env_samplers: tuple[tuple[str, ...], ...] = ()
+
+    def envs_of(self, sampler: str) -> frozenset[int] | None:
+        """Numbers of the environments that a sampler opens; None: all."""
+        if not any(self.env_samplers):
+            return None
+        opened = enumerate(self.env_samplers)
+        return frozenset(env for env, names in opened if not names or sampler in names)
+
+    def are_open(self, samplers: Iterable[int]) -> bool:
+        """Whether each environment is open in one of these samplers at least."""
+        names = {*map(str, samplers)}
+        return bool(names) and all(not of or names & {*of} for of in self.env_samplers)
 
     @property
     def capacity(self) -> int:

@@ -315,7 +315,8 @@ def open_rollouts(
         return RolloutSource(ledger, worker, rules, recorder=recorder, **given)
     if rules.num_parts is not None:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        workers = RemoteWorkers(pool, DealtLeases(pool.actors, ledger, settings))
+        dealt = DealtLeases(pool.actors, ledger, settings)
+        workers = RemoteWorkers(pool, dealt, are_enough=rules.are_open)
     else:  # samplers are at work while this process is not
         from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, RemoteLedger
 
@@ -325,6 +326,7 @@ def open_rollouts(
             f"ledger-{uuid.uuid4().hex}", rules, folder, keeps_rejected=recorder.keeps,
             answer_seconds=min(limit, CALL_SECONDS),
         )  # fmt: skip
-        workers = RemoteWorkers(pool, PulledLeases(pool.actors, ledger, settings, limit))
+        pulled = PulledLeases(pool.actors, ledger, settings, limit)
+        workers = RemoteWorkers(pool, pulled, are_enough=rules.are_open)
         workers.watch()
     return RolloutSource(ledger, workers, rules, recorder=recorder, **given)

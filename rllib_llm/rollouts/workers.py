@@ -123,9 +123,8 @@ class DealtLeases:
         dealt: dict[int, Lease] = {}
         for worker in idle:
             leases = self.ledger.call("lease", str(worker), 1, [])
-            if not leases:
-                break
-            (dealt[worker],) = leases
+            if leases:  # others may open environments whose groups wait
+                (dealt[worker],) = leases
         # Where they are on several nodes, these pull the weights in turns.
         nodes = dict.fromkeys(self._nodes.get(worker, "") for worker in (*at_work, *dealt))
         calls: dict[int, _Call] = {}
@@ -195,6 +194,7 @@ class RemoteWorkers(Workers):
 
     Args:
         leases: how they come to samplers.
+        are_enough: whether a batch can be sampled by these.
         starvation: watches processes by their ids. Time in which a sampler was ready to compute and
             other processes left it no core counts for no limit.
     """
@@ -204,8 +204,10 @@ class RemoteWorkers(Workers):
         pool: SamplerPool,
         leases: DealtLeases | PulledLeases,
         *,
+        are_enough: Callable[[Iterable[int]], bool] = any,
         starvation: Callable[[Iterable[int]], StarvedProcesses] = StarvedProcesses,
     ) -> None:
+        self._are_enough = are_enough
         self._pool, self._actors, self._leases = pool, pool.actors, leases
         self._starvation = starvation
         self._asked: dict[int, _Call] = {}  # by worker
@@ -349,12 +351,14 @@ class RemoteWorkers(Workers):
     def _require_progress(self) -> None:
         """Raises what ends the run where all samplers die again and again, or are gone."""
         pool, now = self._pool, time.monotonic()
-        if self._asked or self._actors.healthy():
+        seen = {*self._asked, *self._actors.healthy()}
+        if self._are_enough(seen):
             self._someone_seen = now
         lost = f"all samplers died or hung, {self._num_losses} times in a row"
         if self._num_losses >= MAX_LOSSES_PER_SAMPLER * pool.num_samplers:
             raise RuntimeError(f"{lost}. {ADVICE}\n{pool.last_words()}")
-        gone = f"all samplers are gone, and none came back in {pool.start_limit:.0f} s"
+        of = " that open an environment" if seen else ""
+        gone = f"all samplers{of} are gone, and none came back in {pool.start_limit:.0f} s"
         if now - self._someone_seen > pool.start_limit:
             raise NoSamplersError(f"{gone}. {ADVICE}\n{pool.last_words()}")
 

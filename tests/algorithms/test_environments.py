@@ -17,17 +17,27 @@ from rllib_llm.algorithms.env_weights import Difficulty
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.data.rollouts import open_rollouts
 from rllib_llm.overseer.phases import STARTING, Phases
+from rllib_llm.rollouts import source
+from rllib_llm.rollouts.errors import Faults
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.in_flight import SingleRows
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
 from rllib_llm.rollouts.mixture import Mixture
+from rllib_llm.rollouts.recorder import RolloutRecorder
+from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.runs.verify import verify
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import errors_of
 from tests.algorithms import tiny_runs as tiny
 from tests.learners.tiny_learners import build
-from tests.rollouts.tiny_samplers import build_sampler, judged, publication
+from tests.rollouts.tiny_samplers import (
+    ScriptedActors,
+    assert_same_batch,
+    build_sampler,
+    judged,
+    publication,
+)
 
 DIGITS = f"{tiny.HERE}.num_digits"
 ROOT = Path(__file__).parents[2]
@@ -212,6 +222,63 @@ def whole_ahead():
 @pytest.mark.parametrize("num_samplers", [1, 3])
 def test_any_number_of_samplers_learns_the_same(whole_ahead, num_samplers):
     same(learn(ahead(num_samplers, **WEIGHED), 5), whole_ahead)
+
+
+@pytest.mark.slow  # samplers in processes of their own
+def test_samplers_that_open_some_environments_learn_the_same(whole_ahead):
+    same(learn(own_samplers(**WEIGHED), 5), whole_ahead)
+
+
+def own_samplers(**settings):
+    """Three samplers: all open sums, the first letters as well."""
+    config = ahead(3, **settings)
+    config.envs["letters"]["num_env_runners"] = 1
+    return config
+
+
+def test_a_sampler_opens_the_environments_that_are_its_own():
+    config = own_samplers()
+    opened = [[*build_sampler(config, worker_index=i).envs] for i in range(4)]
+    assert opened == [["sums", "letters"], ["sums", "letters"], ["sums"], ["sums"]]
+    config.envs["sums"]["num_env_runners"] = 2  # in turns: after that of letters
+    assert config.samplers_of_envs() == (("1", "2"), ("3",))
+    assert config.stream_rules().are_open([1, 3]) and not config.stream_rules().are_open([1, 2])
+
+
+def test_samplers_that_open_some_environments_sample_the_same_bits(tmp_path):
+    """Six groups in three parts, by who opens the environment: two have sums, one letters."""
+    batches = []
+    for num_samplers, own in ((1, {}), (3, {"letters": 1, "sums": 2})):
+        config = mixed(num_samplers, sampling_parts=3)
+        for name, number in own.items():
+            config.envs[name]["num_env_runners"] = number
+        actors = ScriptedActors([build_sampler(config, i + 1) for i in range(num_samplers)])
+        rollouts = source.open_rollouts(
+            SamplerPool(actors, Faults(), num_parts=3), None, config.stream_rules(),
+            config.serving_settings(), folder=tmp_path, recorder=RolloutRecorder(),
+            publish_again=None,
+        )  # fmt: skip
+        for version in range(2):
+            rollouts.publish(publication(version))
+            batches.append(rollouts.next())
+        assert {worker for worker, _ in actors.served} == {*actors.workers}
+    assert_same_batch(batches[0], batches[2])
+    assert_same_batch(batches[1], batches[3])
+    of_sampler = zip(batches[3].columns[columns.ENVIRONMENT].tolist(),
+                     batches[3].columns[columns.REPLICA].tolist(), strict=True)  # fmt: skip
+    assert {(env, replica) for env, replica in of_sampler} == {(0, 1), (0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize(("num_samplers", "own", "name"), [
+    (2, {"letters": 3}, "envs.letters.num_env_runners"),
+    (2, {"letters": 0}, "envs.letters.num_env_runners"),
+    (3, {"letters": 1, "sums": 1}, "num_env_runners"),
+])  # fmt: skip
+def test_wrong_numbers_of_samplers_are_named(num_samplers, own, name):
+    config = mixed(num_samplers)
+    for env, number in own.items():
+        config.envs[env]["num_env_runners"] = number
+    assert name in [problem.name for problem in errors_of(config.problems())]
 
 
 @pytest.mark.parametrize("config", [

@@ -157,6 +157,33 @@ def test_a_sampler_that_died_while_it_asked_for_more_is_not_given_what_it_held(t
     assert asyncio.run(die()) == ([], [0, 1])
 
 
+def test_a_sampler_waits_for_its_environments_and_holds_up_nobody(tmp_path):
+    """The first to ask opens only the second environment, none of whose groups waits: those behind
+    it are served, and it once there are weights for more."""
+
+    async def ask():
+        made = actor(
+            tmp_path, num_groups=2, max_staleness=0, schedule="free", env_weights=(1.0, 1.0),
+            env_samplers=(("2",), ("1",)),
+        )  # fmt: skip
+        await made.call("publish", PublishedWeights(0))
+        first = await made.lease("1", 9, [], 60.0)
+        held = [lease.id for lease in first]
+        again = asyncio.ensure_future(made.lease("1", 9, held, 60.0))
+        other = await made.lease("2", 9, [], 60.0)
+        await asyncio.sleep(0)
+        assert not again.done()
+        for lease in (*first, *other):
+            await made.call("push", lease.id, [judged(lease.position, 0)])
+        await made.call("take", 0, 0, 0)
+        await made.call("publish", PublishedWeights(1))
+        return first, other, await again, await made.lease("2", 9, [], 60.0)
+
+    leases = [lease for answer in asyncio.run(ask()) for lease in answer]
+    assert [[*lease.positions] for lease in leases] == [[1], [0], [3], [2]]
+    assert [lease.places[0] for lease in leases] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+
+
 def test_those_who_wait_are_told_when_the_ledger_is_closed(tmp_path):
     async def close():
         made = actor(tmp_path)

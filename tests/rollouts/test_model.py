@@ -8,6 +8,7 @@ function of the rules alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import hypothesis
@@ -25,9 +26,15 @@ def any_rules(draw, schedules=("lockstep", "free")):
     schedule = draw(st.sampled_from(schedules))
     is_free = schedule == "free"
     num_groups = draw(st.sampled_from([1, 2, 4, 6]))
+    # The world's samplers are 1 and 2.
+    envs = draw(st.sampled_from([{}, {}, {"env_weights": (2.0, 1.0)}, {
+        "env_weights": (2.0, 1.0, 1.0), "env_samplers": ((), ("1",), ("2",)),
+    }, {"env_weights": (1.0, 3.0), "env_samplers": (("2",), ("1",))}]))  # fmt: skip
     if not is_free and draw(st.integers(0, 3)) == 0:
         num_parts = draw(st.integers(1, 3))
-        return StreamRules(num_groups, max_staleness=0, num_parts=num_parts, timeout_s=LIMIT)
+        return StreamRules(
+            num_groups, max_staleness=0, num_parts=num_parts, timeout_s=LIMIT, **envs
+        )
     return StreamRules(
         num_groups=num_groups,
         max_staleness=draw(st.integers(0, 3)),
@@ -36,6 +43,7 @@ def any_rules(draw, schedules=("lockstep", "free")):
         num_extra=draw(st.sampled_from([0, 0, 2])),
         groups_per_lease=draw(st.integers(1, 3)),
         timeout_s=LIMIT,
+        **envs,
     )
 
 
@@ -124,10 +132,14 @@ def test_a_checkpoint_of_a_loop_that_holds_several_batches_is_resumed(changes, n
 @settings(max_examples=15, derandomize=True, **OPTIONS)
 @given(RANDOM, RANDOM, any_rules(["lockstep"]), BATCHES)
 def test_what_lockstep_trains_follows_from_the_rules_alone(one, other, rules, batches):
-    """Whatever happened on the way, with any number of samplers, and restored midway."""
+    """Whatever happened on the way, with any number of samplers, of which one opens all
+    environments or each some of them, and restored midway."""
     trained = []
     for random, num_samplers in ((one, 1), (other, 3)):
-        world = World(random, rules, num_samplers=num_samplers).begin()
+        if num_samplers == 1:
+            world = World(random, replace(rules, env_samplers=()), num_samplers=1).begin()
+        else:
+            world = World(random, rules, num_samplers=num_samplers).begin()
         for i, number in enumerate(batches):
             if num_samplers == 3 and i == 2:
                 world = world.restored(rules)
@@ -147,3 +159,18 @@ def test_groups_of_other_rules_are_sampled_after_a_second_restore(seed):
     for _ in range(6):
         world.update()
     world.check()
+
+
+@settings(max_examples=8, derandomize=True, **OPTIONS)
+@given(RANDOM, RANDOM, any_rules(["lockstep"]))
+def test_what_is_sampled_together_follows_from_the_rules_alone(one, other, rules):
+    """The groups of a unit and an environment, whichever sampler opens it: else rounding would
+    differ."""
+    found = []
+    for random, own in ((one, replace(rules, env_samplers=())), (other, rules)):
+        world = World(random, own).begin()
+        for _ in range(5):
+            world.update()
+        found.append({p: world.fates.together[p] for p in world.fates.trained})
+        assert {len(each) for each in found[-1].values()} == {1}
+    assert found[0] == found[1]

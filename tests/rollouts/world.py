@@ -144,14 +144,14 @@ def completions_of(row_ids):
 
 
 @functools.cache
-def prompts_of(position, num_prompts):
+def prompts_of(positions):
     """Columns of the prompts, each N times; nobody writes into them."""
-    rows = [p for p in range(position, position + num_prompts) for _ in range(N)]
+    rows = [p for p in positions for _ in range(N)]
     ones = torch.ones(len(rows), 1, dtype=torch.int64)
     return {
         columns.PROMPT_IDS: ones,
         columns.PROMPT_MASK: ones.bool(),
-        columns.ROW_ID: torch.arange(len(rows)) + position * N,
+        columns.ROW_ID: torch.tensor([p * N + i for p in positions for i in range(N)]),
         columns.GROUP: torch.tensor(rows),
     }
 
@@ -187,7 +187,7 @@ class ScriptedEnvironment:
         self._judges, self._request = judges, request
 
     def prompts(self, request):
-        return dict(prompts_of(request.position, request.num_prompts))
+        return dict(prompts_of(tuple(request.positions)))
 
     @contextlib.contextmanager
     def judging(self, request):
@@ -232,6 +232,8 @@ class LateLoop(SampleLoop):
     def _judged(self, generated):
         request, columns_of = generated.request, generated.completions
         self._world.judge(request)
+        for position in request.positions:
+            self._world.fates.together.setdefault(position, set()).add(tuple(request.positions))
         versions = columns_of.get(columns.WEIGHTS_VERSION)
         key = (
             request, generated.continues, columns_of[columns.COMPLETION_MASK].numpy().tobytes(),
@@ -317,7 +319,12 @@ class SamplerEnd(SamplerLedger):
         return done
 
     def _call(self, name, *args):
-        return self._world.ledger.call(name, *args)
+        answer = self._world.ledger.call(name, *args)
+        if name == "lease":
+            opened = self._world.rules.envs_of(self.sampler)
+            for place in (place for lease in answer for place in lease.places):
+                assert opened is None or place.env in opened, f"{self.sampler} does not open it"
+        return answer
 
 
 class SimulatedLedger(Ledger):
@@ -422,6 +429,7 @@ class Fates:
     trained: Counter = field(default_factory=Counter)
     closed: dict = field(default_factory=dict)
     batches: list = field(default_factory=list)  # (positions, versions as stamped)
+    together: dict = field(default_factory=dict)  # positions sampled as one request, by each
 
     def record(self, groups, status, *, iteration, reason=""):
         for position in groups.columns[columns.GROUP].unique().tolist():
@@ -482,7 +490,8 @@ class World:
 
     def _start(self, name):
         settings = ServingSettings(
-            N, self.rules.groups_per_lease, env_filters=((f"{__name__}.is_not_dull",),),
+            N, self.rules.groups_per_lease,
+            env_filters=((f"{__name__}.is_not_dull",),) * len(self.rules.env_weights),
             max_groups=3, in_flight=self.in_flight, by_row=self.by_row, judges_beside=True,
         )  # fmt: skip
         self.ends[name] = SamplerEnd(self, name)
@@ -491,18 +500,17 @@ class World:
     def judged_at(self, generated):
         """The second before which a judge does not end."""
         request = generated.request
-        positions = range(request.position, request.position + request.num_prompts)
-        return self.clock.now + max(map(judge_seconds, positions))
+        return self.clock.now + max(map(judge_seconds, request.positions))
 
     def judge(self, request):
         """May raise what passes by itself, twice for a prompt at most."""
         # In lockstep a lease that fails three times ends the run.
         num_asked = request.num_prompts if self.rules.schedule == "free" else 1
-        for position in range(request.position, request.position + num_asked):
+        for position in request.positions[:num_asked]:
             if self.troubles and self.failed_judging[position] < 2 and self.random.random() < 0.2:
                 self.troubles -= 1
                 self.failed_judging[position] += 1
-                self.raised |= set(range(request.position, request.position + request.num_prompts))
+                self.raised |= {*request.positions}
                 raise OSError("no network")
 
     # --- workers, as the source sees them --------------------------------------------------

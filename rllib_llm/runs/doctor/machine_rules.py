@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,13 +208,16 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     learner = PROCESS_BYTES + _learner_bytes(stage, policy)
     shares = [("learner", num_learners, learner)]  # process, how many of them, bytes of each
     if stage.is_rlhf:
-        opened = [(part, sizes[part.entry]) for part in parts if part.num_prompts]
-        sampler = _sampler_bytes(stage, policy, opened)
-        if stage.num_samplers:
-            own = PROCESS_BYTES + policy * _computing_bytes(config)
-            shares.append(("sampler", stage.num_samplers, own + sampler))
-        else:
-            shares = [("process", 1, learner + sampler)]
+        rules, own = config.stream_rules(), PROCESS_BYTES + policy * _computing_bytes(config)
+        samplers = (rules.envs_of(str(i + 1)) for i in range(stage.num_samplers))
+        for envs, count in Counter(samplers).items() or [(None, 0)]:
+            opened = [(part, sizes[part.entry]) for i, part in enumerate(parts)
+                      if part.num_prompts and (envs is None or i in envs)]  # fmt: skip
+            sampler = _sampler_bytes(stage, policy, opened)
+            if not count:
+                shares = [("process", 1, learner + sampler)]
+            else:
+                shares.append(("sampler", count, own + sampler))
     if not machine.memory:
         return
     said = ", ".join(
@@ -278,8 +282,8 @@ def _sampler_bytes(
                 default = "bf16" if config.mixed_precision else "none"
                 kept = str(settings.get("quantization", default))
                 size = sizes.get(name) or (policy if name == "reference" else 0)
-                key = "judge" if name == "reward_model" else "model", str(settings.get("model")), kept
-                frozen[key] = size * FROZEN_BYTES.get(kept, 4.0)
+                kind = "judge" if name == "reward_model" else "causal"
+                frozen[kind, str(settings.get("model")), kept] = size * FROZEN_BYTES.get(kept, 4.0)
     return total + sum(frozen.values())
 
 
