@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import itertools
 import pickle
 import signal
 import sqlite3
@@ -561,8 +562,10 @@ def test_sympy_reads_formulas_alone(gym, scores):
     chosen = index["simple_integration"]
     own = {i: tasks[i]["answer"] for i in index.values()}
     other = f"sqrt(4)/2*({own[chosen]}) + exp(0)*Abs(-3) + 2!".replace("C", "7")
-    for bad in NO_FORMULAS:
-        assert scores(tasks, dict.fromkeys(own, bad)) == [0.0] * 5, bad
+    # The one that forges in each data set, the others in one: a process imports for each answer.
+    assert scores(tasks, dict.fromkeys(own, FORGING)) == [0.0] * 5
+    for place, bad in zip(itertools.cycle(own), NO_FORMULAS[1:]):
+        assert scores(tasks, {place: bad}) == [0.0], bad
     assert scores(tasks, own) == [1.0] * 5
     assert scores(tasks, {chosen: other}) == [1.0]
 

@@ -88,7 +88,7 @@ def test_graphs_are_made_anew_at_the_borders_of_the_cache(gpu):
     assert gpu.calls["capture"] == 2
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.slow), "sampled"])
 def test_tokens_are_looked_at_every_eighth_step_and_not_between(way, gpu):
     """40 more tokens are five more looks at which rows have ended, each one copy to the host;
     without stop tokens there is none. What leaves is known on the host, and not fetched again."""

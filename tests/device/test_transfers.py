@@ -89,7 +89,9 @@ WAYS = {
 }  # fmt: skip
 
 
-SLOW_WAYS = {"micro-batches", "KL to the learner's reference", "decoupled", "bfloat16"}
+SLOW_WAYS = {
+    "PPO", "micro-batches", "scores", "KL to the learner's reference", "decoupled", "bfloat16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [
