@@ -557,8 +557,9 @@ def test_sympy_reads_formulas_alone(gym, scores):
     """What it makes of a text is run as Python: an answer wrote its own score into a pipe."""
     tasks = gym.Tasks(READ_BY_SYMPY, num_tasks=40)
     index = {}
-    for i in range(40):
-        index.setdefault(tasks[i]["dataset"], i)
+    for i in range(40):  # until there is one of each: some are made for long
+        if len(index) < 5:
+            index.setdefault(tasks[i]["dataset"], i)
     chosen = index["simple_integration"]
     own = {i: tasks[i]["answer"] for i in index.values()}
     other = f"sqrt(4)/2*({own[chosen]}) + exp(0)*Abs(-3) + 2!".replace("C", "7")

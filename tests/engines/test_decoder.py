@@ -13,6 +13,7 @@ from rllib_llm.engines.engine import capacity, generate, put_batch
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from tests.crossed import crossed
 from tests.engines.tiny_generations import centred, exact_logprobs
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
@@ -59,11 +60,11 @@ def assert_same(out, expected, exact):
     assert_as_near(out.logprobs, expected.logprobs, exact)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "qwen3", "mistral (sliding window)", "gpt2", "gemma2 (soft-cap)", "bloom (alibi)"],
-)
-@pytest.mark.parametrize("max_rows", [1, 3 * N + 1, 8 * N])  # rounded to 1, 3 and 8 groups
+@crossed(
+    family=["llama", "qwen3", "mistral (sliding window)", "gpt2", "gemma2 (soft-cap)",
+            "bloom (alibi)"],
+    max_rows=[1, 3 * N + 1, 8 * N],  # rounded to 1, 3 and 8 groups
+)  # fmt: skip
 def test_any_number_of_places_gives_the_same_completions(family, max_rows):
     own_head = {"tie_word_embeddings": False} if family[:5] in ("gemma", "bloom") else {}
     expected, noise, exact = all_at_once(family, **own_head)

@@ -15,6 +15,7 @@ from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests import tiny_models
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo
+from tests.crossed import crossed
 from tests.learners import tiny_learners as tiny
 
 ROWS = [
@@ -32,7 +33,6 @@ TRL = {
     "kto": ({"loss_type": "kto"}, 4, 0.5204095840454102, 0.4694505035877228),
     "kto at 0": ({"loss_type": "kto"}, 1, 0.5143765807151794, 0.4663832187652588),
 }
-ONE_BY_ONE = ("sigmoid", "kto")  # of a pair, and of what all pairs of a batch have in common
 LOSSES = ["sigmoid", "ipo", "kto", "sigmoid_norm"]
 
 
@@ -54,10 +54,7 @@ def pairs(count=5):
     return source.batch(0, count)
 
 
-@pytest.mark.parametrize("name, cut", [*((name, {}) for name in TRL), *(
-    pytest.param(name, {"micro_batch_size": 1}, marks=() if name in ONE_BY_ONE else pytest.mark.slow)
-    for name in TRL
-)])  # fmt: skip
+@crossed(name=[*TRL], cut=[{}, {"micro_batch_size": 1}])
 def test_loss_and_gradient_equal_trl(name, cut):
     settings, seed, loss, norm = TRL[name]
     metrics = tiny.update(*of_llama(seed, **settings, **cut))
