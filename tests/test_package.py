@@ -36,8 +36,8 @@ RULES = [
 ]  # fmt: skip
 
 
-# One process for them all: each would import Ray, RLlib and torch for some seconds. In front of its
-# steps stands what is loaded by others, after each what is loaded then.
+# One process for all of these tests, as each would import Ray, RLlib and torch for some seconds. A
+# step notes which modules there are by then.
 STEPS = """
 import json, os, sys
 loaded = {}
@@ -51,6 +51,18 @@ import ray.tune
 step("Ray")
 import rllib_llm
 step("rllib_llm")
+
+import gymnasium
+from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
+from rllib_llm.algorithms.registry import ALGORITHMS
+from rllib_llm.envs.registry import ENVIRONMENTS
+
+assert all(_global_registry.contains(TRAINABLE_CLASS, name) for name in ALGORITHMS)
+loaded["environments"] = {
+    name: name in gymnasium.registry and _global_registry.contains(ENV_CREATOR, name)
+    for name in ENVIRONMENTS
+}
+
 import rllib_llm.cli.main
 step("the command line")
 os.chdir(sys.argv[1])
@@ -65,17 +77,8 @@ except SystemExit as end:
     loaded["exit code"] = end.code
 step("the doctor")
 
-import gymnasium
-from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry
-from rllib_llm.algorithms.registry import ALGORITHMS
-from rllib_llm.envs.registry import ENVIRONMENTS
-
 loaded["algorithms"] = {
     name: _global_registry.get(TRAINABLE_CLASS, name).__name__ for name in ALGORITHMS
-}
-loaded["environments"] = {
-    name: name in gymnasium.registry and _global_registry.contains(ENV_CREATOR, name)
-    for name in ENVIRONMENTS
 }
 json.dump(loaded, open("loaded.json", "w"))
 """
@@ -133,6 +136,12 @@ def test_the_command_line_s_help_loads_nothing_heavy_beyond_ray(loaded):
 
 def test_configs_load_nothing_heavy_beyond_rllib(loaded):
     assert not heavy_since(loaded, "RLlib", "configs")
+
+
+def test_a_config_is_imported_without_the_libraries_that_only_runs_need(loaded):
+    """RLlib's own 4 CPU-seconds (torch, pandas, SciPy) are what it costs."""
+    heavy = {"transformers", "torchao", "peft", "datasets", "fastapi", "vllm", "duckdb"}
+    assert not heavy & packages(loaded["configs"])
 
 
 def test_a_run_is_checked_without_the_code_that_models_are_made_of(loaded):
