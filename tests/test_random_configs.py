@@ -3,6 +3,7 @@ repeats the rest bit for bit; a setting that is said to have no effect has none.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import warnings
@@ -68,24 +69,29 @@ def values(row: Setting) -> list[Any]:
     return [value for value in found if value != row.default]
 
 
-def drawn(seed: int) -> tuple[str, dict[str, Any]]:
-    """An algorithm and some of its settings."""
-    source = random.Random(seed)
-    algorithm = source.choice(sorted(MAKE))
-    config_class = type(MAKE[algorithm]())
-    rows = {
+@functools.cache
+def rows_of(algorithm: str) -> dict[str, Setting]:
+    """The settings of the algorithm that are drawn, by name."""
+    return {
         row.name: row
-        for section in config_class.sections
+        for section in type(MAKE[algorithm]()).sections
         if section.name in SECTIONS
         for row in section.settings
         if row.place == IN_CONFIG and row.name not in LEFT_OUT and values(row)
     }
+
+
+def drawn(seed: int) -> tuple[str, dict[str, Any]]:
+    """An algorithm and some of its settings."""
+    source = random.Random(seed)
+    algorithm = source.choice(sorted(MAKE))
+    rows, known = rows_of(algorithm), table(type(MAKE[algorithm]()))
     names = source.sample(sorted(rows), source.choice([2, 3, 4, 6]))
     settings: dict[str, Any] = {}
     for name in names:
         settings |= NEED.get(name, {})
     settings |= {name: source.choice(values(rows[name])) for name in names}
-    return algorithm, {name: settings[name] for name in settings if name in table(config_class)}
+    return algorithm, {name: settings[name] for name in settings if name in known}
 
 
 def made(algorithm: str, settings: dict[str, Any]) -> tuple[Any, list[str]]:

@@ -97,6 +97,7 @@ def test_a_live_actor_that_is_reset_uses_its_new_settings(checkpoint):
     assert used == {**PERTURBED, **scalars, **betas, "clip_param_high": PERTURBED["clip_param"]}
 
 
+@pytest.mark.slow  # a learner has it in test_rlhf_learner.py
 def test_an_adaptive_coefficient_starts_again_where_it_is_set_anew(checkpoint, tmp_path):
     adaptive = {"ref_kl_target": 2.0, "ref_kl_horizon": 50.0}
     with tiny.built(ppo(**adaptive)) as algorithm:

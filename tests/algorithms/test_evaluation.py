@@ -80,7 +80,7 @@ def test_a_server_that_is_down_costs_evaluations_and_the_third_ends_the_run():
             algorithm.train()
 
 
-@pytest.mark.parametrize("explore", [False, True])
+@pytest.mark.parametrize("explore", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_greedy_or_sampled(explore):
     config = evaluated(tiny.grpo(), evaluation_duration=9, evaluation_config={"explore": explore})
     config.sampling(num_logged_samples=9)

@@ -38,7 +38,9 @@ def logits(model):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("make", [tiny_runs.ppo, tiny_runs.grpo])
+@pytest.mark.parametrize("make", [
+    pytest.param(tiny_runs.ppo, marks=pytest.mark.slow), tiny_runs.grpo,
+])  # fmt: skip
 def test_adapters_through_the_loop(make, base_folder, tmp_path):
     config = make(ref_kl_coeff=0.1, lr=0.01).language_model(model=base_folder, lora=LORA)
     with tiny_runs.built(config) as algorithm:

@@ -133,6 +133,7 @@ def test_further_environments_have_bundles_of_their_own():
     assert [bundle["CPU"] for bundle in request.bundles] == [1, *cpus]
 
 
+@pytest.mark.slow  # a trial of four processes
 @pytest.mark.usefixtures("ray_session")
 def test_samplers_of_further_environments_start_under_tune(tmp_path):
     """The trial has 4 CPUs, of which each process takes one: the tests' Ray has no more."""

@@ -19,6 +19,7 @@ from rllib_llm.algorithms.sft import SFTConfig
 from rllib_llm.config.schema import as_written, checked_config
 from rllib_llm.examples import arithmetic
 from rllib_llm.shared.errors import report
+from tests.tiny_models import copied
 
 HERE = "tests.algorithms.tiny_runs"
 MODEL = f"{HERE}.build_model"
@@ -33,7 +34,9 @@ LEARNT = ("objective", "policy", "loss", "val", "train", "env", "rewards", "logp
 
 
 def build_model(seed: int = 3):
-    return arithmetic.build_model(seed, hidden_size=16, num_layers=1, num_heads=2, max_len=32)
+    size = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_len": 32}
+    model = copied(lambda: arithmetic.build_model(seed, **size)[0], "tiny_runs", seed)
+    return model, arithmetic.build_tokenizer()
 
 
 def build_config(algo_class, settings, where: str = "config"):

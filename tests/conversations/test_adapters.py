@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import itertools
 import pickle
 import signal
 import sqlite3
@@ -556,13 +557,16 @@ def test_sympy_reads_formulas_alone(gym, scores):
     """What it makes of a text is run as Python: an answer wrote its own score into a pipe."""
     tasks = gym.Tasks(READ_BY_SYMPY, num_tasks=40)
     index = {}
-    for i in range(40):
-        index.setdefault(tasks[i]["dataset"], i)
+    for i in range(40):  # until there is one of each: some are made for long
+        if len(index) < 5:
+            index.setdefault(tasks[i]["dataset"], i)
     chosen = index["simple_integration"]
     own = {i: tasks[i]["answer"] for i in index.values()}
     other = f"sqrt(4)/2*({own[chosen]}) + exp(0)*Abs(-3) + 2!".replace("C", "7")
-    for bad in NO_FORMULAS:
-        assert scores(tasks, dict.fromkeys(own, bad)) == [0.0] * 5, bad
+    # The one that forges in each data set, the others in one: a process imports for each answer.
+    assert scores(tasks, dict.fromkeys(own, FORGING)) == [0.0] * 5
+    for place, bad in zip(itertools.cycle(own), NO_FORMULAS[1:]):
+        assert scores(tasks, {place: bad}) == [0.0], bad
     assert scores(tasks, own) == [1.0] * 5
     assert scores(tasks, {chosen: other}) == [1.0]
 

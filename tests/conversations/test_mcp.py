@@ -141,7 +141,12 @@ def is_alive(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "wrong"),
-    [(ConversationEnv, {"chat_template": "{{ bos_token }}"}), (ChatEnv, {"base_url": "http://a/v1"})],
+    [
+        pytest.param(
+            ConversationEnv, {"chat_template": "{{ bos_token }}"}, marks=pytest.mark.slow
+        ),
+        (ChatEnv, {"base_url": "http://a/v1"}),
+    ],
     ids=["template", "of a subclass"],
 )  # fmt: skip
 def test_a_refused_environment_leaves_no_server_behind(tmp_path, kind, wrong):

@@ -139,7 +139,7 @@ def test_a_model_of_text_refuses_images(tmp_path):
     assert error.value.problem.name == "image"
 
 
-@pytest.mark.parametrize("train_vision", [False, True])
+@pytest.mark.parametrize("train_vision", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sft_learns_what_is_seen(train_vision, folder):
     """Two colours are told apart, which text alone cannot."""
     rows = [

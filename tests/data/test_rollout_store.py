@@ -244,7 +244,9 @@ def test_files_are_merged_by_32_and_those_again_and_no_row_is_lost(tmp_path):
     assert sorted(read["iteration"]) == list(range(1, 1027))
 
 
-@pytest.mark.parametrize("saved_at", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("saved_at", [
+    *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 31)), 32, 33, 70,
+])  # fmt: skip
 def test_a_run_that_goes_back_into_a_merged_file_cuts_it(tmp_path, saved_at):
     store = RolloutStore(tmp_path)
     write_iterations(store, range(1, saved_at + 1))

@@ -58,7 +58,9 @@ def assert_same(there, here) -> None:
     torch.testing.assert_close(there.logprobs.cpu(), here.logprobs, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    "sampled", "nucleus", pytest.param("greedy", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_completions_are_the_processor_s(way, gpu):
     model = tiny_model("llama")
     here = completions(model, "cpu", **WAYS[way])
@@ -88,7 +90,7 @@ def test_graphs_are_made_anew_at_the_borders_of_the_cache(gpu):
     assert gpu.calls["capture"] == 2
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("way", [pytest.param("greedy", marks=pytest.mark.slow), "sampled"])
 def test_tokens_are_looked_at_every_eighth_step_and_not_between(way, gpu):
     """40 more tokens are five more looks at which rows have ended, each one copy to the host;
     without stop tokens there is none. What leaves is known on the host, and not fetched again."""

@@ -89,7 +89,9 @@ WAYS = {
 }  # fmt: skip
 
 
-SLOW_WAYS = {"micro-batches", "KL to the learner's reference", "decoupled", "bfloat16"}
+SLOW_WAYS = {
+    "PPO", "micro-batches", "scores", "KL to the learner's reference", "decoupled", "bfloat16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [
@@ -145,6 +147,7 @@ def test_ids_leave_the_device_for_texts_and_for_the_store_alone(main_path):
     assert {site for site in of_ids if not site.startswith(readers)} == set()
 
 
+@pytest.mark.slow  # with one, the store alone is given ids: above
 def test_without_a_store_of_rollouts_the_learner_hands_nothing_back(gpu):
     found = transfers(gpu, lambda **s: tiny.grpo(**s).rollouts(store_rollouts=False))
     assert OF_COLUMNS not in {t.site for t in found}

@@ -18,6 +18,7 @@ from rllib_llm.cli.main import app
 from rllib_llm.runs.plan import check_experiments
 from rllib_llm.runs.yaml_loader import load, parse
 from tests.docs.code_blocks import Block, blocks_of, run_python
+from tests.test_house import trees
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -247,8 +248,8 @@ def test_docstrings_say_what_they_return_or_do():
     opaque = ("What ", "Who ", "Whose ", "Of ", "Has ", "Lets ", "Goes ")
     found = [
         f"{path.relative_to(ROOT)}:{node.body[0].lineno}"
-        for path in ROOT.glob("rllib_llm/**/*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module))
         if (ast.get_docstring(node) or "").startswith(opaque)
     ]

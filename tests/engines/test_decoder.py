@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from rllib_llm.engines.engine import capacity, generate, put_batch
 from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
+from tests.crossed import crossed
 from tests.engines.tiny_generations import centred, exact_logprobs
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
@@ -39,11 +42,15 @@ def completions(model, *, max_rows, looks=1, noise=NOISE, **settings):
     )  # fmt: skip
 
 
-def all_at_once(model):
-    """Completions without a bound on rows, and the noise that draws them whatever the round-off."""
+@functools.cache
+def all_at_once(family, **settings):
+    """Completions without a bound on rows, the noise that draws them whatever the round-off, and
+    their log-probs in float64."""
+    model = tiny_model(family, **settings)
     first = completions(model, max_rows=None)
     noise = centred(NOISE, model, *prompts(), first, N)
-    return completions(model, max_rows=None, noise=noise), noise
+    expected = completions(model, max_rows=None, noise=noise)
+    return expected, noise, exact_logprobs(model, *prompts(), expected, N)
 
 
 def assert_same(out, expected, exact):
@@ -53,27 +60,24 @@ def assert_same(out, expected, exact):
     assert_as_near(out.logprobs, expected.logprobs, exact)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "qwen3", "mistral (sliding window)", "gpt2", "gemma2 (soft-cap)", "bloom (alibi)"],
-)
-@pytest.mark.parametrize("max_rows", [1, 3 * N + 1, 8 * N])  # rounded to 1, 3 and 8 groups
+@crossed(
+    family=["llama", "qwen3", "mistral (sliding window)", "gpt2", "gemma2 (soft-cap)",
+            "bloom (alibi)"],
+    max_rows=[1, 3 * N + 1, 8 * N],  # rounded to 1, 3 and 8 groups
+)  # fmt: skip
 def test_any_number_of_places_gives_the_same_completions(family, max_rows):
     own_head = {"tie_word_embeddings": False} if family[:5] in ("gemma", "bloom") else {}
-    model = tiny_model(family, **own_head)
-    expected, noise = all_at_once(model)
+    expected, noise, exact = all_at_once(family, **own_head)
     assert len(expected.completion_mask.sum(dim=1).unique()) > 4, "lengths should be mixed"
-    exact = exact_logprobs(model, *prompts(), expected, N)
+    model = tiny_model(family, **own_head)
     assert_same(completions(model, max_rows=max_rows, noise=noise), expected, exact)
 
 
 @pytest.mark.parametrize("looks", [2, 8, 100])
 def test_rows_that_have_ended_and_are_not_yet_dropped_change_nothing(looks):
     for family in ("llama", "gpt2"):
-        model = tiny_model(family)
-        expected, noise = all_at_once(model)
-        exact = exact_logprobs(model, *prompts(), expected, N)
-        found = completions(model, max_rows=2 * N, looks=looks, noise=noise)
+        expected, noise, exact = all_at_once(family)
+        found = completions(tiny_model(family), max_rows=2 * N, looks=looks, noise=noise)
         assert_same(found, expected, exact)
 
 

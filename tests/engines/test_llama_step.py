@@ -18,6 +18,7 @@ from rllib_llm.engines.kv_cache import SharedPromptCache
 from rllib_llm.engines.llama_step import LlamaStep, is_llama_shaped
 from rllib_llm.modules.lora import adapters_off, add_adapters
 from rllib_llm.modules.precision import cast_parameters_
+from tests.crossed import crossed
 from tests.modules.tiny_models import VOCAB, tiny_model
 from tests.rounding import assert_as_near
 
@@ -53,9 +54,8 @@ def aligned_masks(monkeypatch):
     monkeypatch.setattr(llama_step, "F", functional)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("steps", [4, 64])  # 64 pays for transposed weights, 4 does not
-@pytest.mark.parametrize("case", CASES)
+# 64 steps pay for transposed weights, 4 do not.
+@crossed(2, padded=[False, True], steps=[4, 64], case=[*CASES])
 def test_logits_are_the_models(case, steps, padded):
     family, settings = CASES[case]
     model = tiny_model(family, **settings)
@@ -92,13 +92,16 @@ def adapted(model, **lora):
     return model
 
 
-@pytest.mark.parametrize("dtypes", [  # of the model, of its adapters
-    (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-])  # fmt: skip
-@pytest.mark.parametrize("steps", [4, 64])
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj", "lm_head"]])
-@pytest.mark.parametrize("is_off", [False, True])
+@crossed(
+    2,
+    dtypes=[  # of the model, of its adapters
+        (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    steps=[4, 64],
+    targets=["all-linear", ["q_proj", "v_proj", "down_proj", "lm_head"]],
+    is_off=[False, True],
+)  # fmt: skip
 def test_logits_of_a_model_with_adapters_are_the_models(targets, steps, dtypes, is_off):
     model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2)
     cast_parameters_(model, dtypes[0])

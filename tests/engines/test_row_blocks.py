@@ -19,6 +19,7 @@ from rllib_llm.engines.engine import put_batch
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import Noise, Row, uniform_noise
 from rllib_llm.engines.row_blocks import alike, cost_of_block, is_alike
+from tests.crossed import crossed
 from tests.engines.test_kept_prefixes import dialogues
 from tests.engines.test_torch_engine import (
     alone,
@@ -258,8 +259,7 @@ def engine_with(model, cost: float, **settings):
     return made
 
 
-@pytest.mark.parametrize("cost", [0, 40])
-@pytest.mark.parametrize("case", FAMILIES)
+@crossed(cost=[0, 40], case=[*FAMILIES])
 def test_rows_of_unlike_length_are_sampled_as_if_alone(case, cost):
     family, settings = FAMILIES[case]
     model = tiny_model(family, max_position_embeddings=128, **settings)
@@ -274,8 +274,7 @@ def test_rows_of_unlike_length_are_sampled_as_if_alone(case, cost):
         assert_sampled(found[row.id], alone(model, row))
 
 
-@pytest.mark.parametrize("max_rows", [None, 3])
-@pytest.mark.parametrize("cost", [0, 40, 200])
+@crossed(max_rows=[None, 3], cost=[0, 40, 200])
 def test_rows_of_unlike_length_may_come_and_go_at_any_step(cost, max_rows):
     model = tiny_model("llama", max_position_embeddings=128)
     expected = {row.id: alone(model, row) for row in rows_of()}

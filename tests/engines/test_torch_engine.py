@@ -13,6 +13,7 @@ from rllib_llm.engines.protocol import Ended, Noise, Row, uniform_noise
 from rllib_llm.engines.torch_engine import TorchEngine
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.shared.errors import Problems
+from tests.crossed import crossed
 from tests.engines.tiny_generations import PAD, STOPS, continued, ragged_prompts, seeded
 from tests.modules import tiny_models
 from tests.modules.tiny_models import VOCAB
@@ -77,9 +78,9 @@ def assert_sampled(
     assert ended.logprobs == pytest.approx(expected[1], abs=atol)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral (sliding window)"])
-@pytest.mark.parametrize("looks", [1, 8])
-@pytest.mark.parametrize("max_rows", [None, 2])
+@crossed(
+    2, family=["llama", "gpt2", "mistral (sliding window)"], looks=[1, 8], max_rows=[None, 2]
+)
 def test_rows_of_different_settings_are_sampled_as_if_alone(family, looks, max_rows):
     model = tiny_models.tiny_model(family)  # in float32, whose layout of weights is another
     ours = engine(model, steps_between_looks=looks, max_rows=max_rows)

@@ -32,7 +32,7 @@ def test_a_teacher_in_eight_bits_says_nearly_what_the_exact_one_says():
     assert 0 < float(gap.mean()) < 0.02 * float(exact[name][mask].std())
 
 
-@pytest.mark.parametrize("bits", ["int8", "nf4"])
+@pytest.mark.parametrize("bits", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_learner_s_teacher_in_fewer_bits_gives_nearly_the_same_loss(bits):
     if bits == "nf4":
         pytest.importorskip("bitsandbytes")

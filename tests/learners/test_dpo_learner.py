@@ -15,6 +15,7 @@ from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problems
 from tests import tiny_models
 from tests.algorithms.tiny_runs import PAIRS, assert_same_weights, build_model, dpo
+from tests.crossed import crossed
 from tests.learners import tiny_learners as tiny
 
 ROWS = [
@@ -53,8 +54,7 @@ def pairs(count=5):
     return source.batch(0, count)
 
 
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 1}])
-@pytest.mark.parametrize("name", TRL)
+@crossed(name=[*TRL], cut=[{}, {"micro_batch_size": 1}])
 def test_loss_and_gradient_equal_trl(name, cut):
     settings, seed, loss, norm = TRL[name]
     metrics = tiny.update(*of_llama(seed, **settings, **cut))

@@ -43,7 +43,10 @@ def test_truncated_rows_leave_the_loss_and_stay_in_the_baseline():
     assert learner.report()["means"]["train/masked_truncated"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "dr_grpo"])
+@pytest.mark.parametrize("reduction", [
+    "token_mean", pytest.param("sequence_mean", marks=pytest.mark.slow),
+    pytest.param("dr_grpo", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_gradient_is_that_of_a_batch_without_them_but_with_their_scores(reduction):
     learner = tiny.build(plain_grpo(mask_truncated=True, loss_reduction=reduction))
     batch = judged(learner)
@@ -202,7 +205,7 @@ def test_the_entropy_coefficient_is_steered_to_its_target_and_resumes():
 # --- reference_update ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mix", [1.0, 0.25])
+@pytest.mark.parametrize("mix", [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
 def test_the_reference_follows_every_so_many_steps(mix):
     config = grpo(
         num_epochs=1, minibatch_size=2, reference_in="learner", reference_update_every=2,

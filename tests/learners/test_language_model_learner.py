@@ -13,8 +13,10 @@ from tests.algorithms.tiny_runs import assert_same_weights, grpo, ppo
 from tests.learners import tiny_learners as tiny
 
 
-@pytest.mark.parametrize("cut", [{"micro_batch_size": 1}, {"micro_batch_size": 4},
-                                 {"micro_batch_tokens": 12}])  # fmt: skip
+@pytest.mark.parametrize("cut", [
+    pytest.param({"micro_batch_size": 1}, marks=pytest.mark.slow), {"micro_batch_size": 4},
+    {"micro_batch_tokens": 12},
+])  # fmt: skip
 def test_micro_batches_do_not_change_the_update(cut):
     whole = tiny.build(ppo(minibatch_size=None, num_epochs=1))
     parts = tiny.build(ppo(minibatch_size=None, num_epochs=1, **cut))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.algorithms.tiny_runs import TEXTS, assert_same_weights, grpo, ppo
+from tests.crossed import crossed
 from tests.learners import tiny_learners as tiny
 
 
@@ -42,8 +43,7 @@ def config_of(name: str):
     return ppo(minibatch_size=None, num_epochs=1, **texts)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@crossed(late=[False, True], name=["grpo", "ppo"])
 def test_the_update_is_made_anew_with_fewer_rows_at_once(name, late):
     enough, little = (tiny.build(config_of(name)) for _ in range(2))
     batch = tiny.judged(enough)

@@ -140,7 +140,7 @@ def test_ppo():
     torch.testing.assert_close(by_values, value_gradient, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [ppo, grpo])
+@pytest.mark.parametrize("config", [ppo, pytest.param(grpo, marks=pytest.mark.slow)])
 def test_what_the_environment_said_is_read_and_not_learnt(config):
     """Through the model: other ids there change the loss, other numbers beside them do not."""
     learner = tiny.build(config(minibatch_size=None, num_epochs=1, micro_batch_size=1))

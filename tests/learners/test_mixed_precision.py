@@ -167,7 +167,7 @@ def test_the_head_of_a_reward_model_computes_in_float32():
     (tiny_runs.grpo, {}),
     (tiny_runs.grpo, {"policy_loss": "gspo", "clip_param": 3e-4, "clip_param_high": 4e-4}),
     (tiny_runs.grpo, {"off_policy": "decoupled", "off_policy_weights": None}),
-    (tiny_runs.rloo, {"policy_loss": "rloo"}),
+    pytest.param(tiny_runs.rloo, {"policy_loss": "rloo"}, marks=pytest.mark.slow),
     (tiny_runs.ppo, {}),
 ])  # fmt: skip
 @pytest.mark.parametrize("precision", [

@@ -38,7 +38,7 @@ def by_transformers(model, batch):
     return load_balancing_loss_func(tuple(found.router_logits), 6, 2, read)
 
 
-@pytest.mark.parametrize("make", [grpo, ppo])
+@pytest.mark.parametrize("make", [grpo, pytest.param(ppo, marks=pytest.mark.slow)])
 def test_the_gradient_of_the_auxiliary_loss_is_added(make):
     plain, balanced = (
         tiny.build(mixture(make, ref_kl_coeff=0.0).experts(router_aux_coeff=coeff))
@@ -131,7 +131,7 @@ def with_other_experts(learner, batch):
     return {**batch, columns.SAMPLER_LOGPROBS: scored[columns.LOGPROBS]}
 
 
-@pytest.mark.parametrize("make", [grpo, ppo])
+@pytest.mark.parametrize("make", [grpo, pytest.param(ppo, marks=pytest.mark.slow)])
 def test_the_ratio_is_1_with_the_sampler_s_experts_alone(make):
     learner = tiny.build(
         mixture(make, ref_kl_coeff=0.0, micro_batch_size=2, micro_batch_tokens=None)

@@ -43,7 +43,9 @@ def test_what_is_reported_by_hand():
     assert "off_policy/k3_lag_1" not in found
 
 
-@pytest.mark.parametrize("off_policy", ["decoupled", "bypass"])
+@pytest.mark.parametrize("off_policy", [
+    "decoupled", pytest.param("bypass", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_rejection_leaves_denominators_as_they_are(off_policy):
     """The gradient of a batch with row 0 rejected is that of one whose row 0 has advantage 0."""
 

@@ -128,23 +128,26 @@ def test_a_penalty_on_a_reference_that_is_not_there_is_refused():
     assert "objective/kl" not in means  # a 0 would look measured
 
 
+ALSO = pytest.mark.slow  # the rule of a loss that another case has too
+
+
 @pytest.mark.parametrize(
     "config, settings",
     [
-        (ppo, {}),
+        pytest.param(ppo, {}, marks=ALSO),
         (ppo, {"critic": "separate", "ptx_data": TEXTS, "ptx_coeff": 0.5}),
-        (reinforce, {}),
-        (rloo, {}),
+        pytest.param(reinforce, {}, marks=ALSO),
+        pytest.param(rloo, {}, marks=ALSO),
         (rloo, {"policy_loss": "rloo", "loss_reduction": "sequence_mean"}),
         (grpo, {}),
-        (grpo, {"loss_reduction": "dr_grpo", "scale_by_std": False}),
+        pytest.param(grpo, {"loss_reduction": "dr_grpo", "scale_by_std": False}, marks=ALSO),
         (grpo, {"loss_reduction": "token_mean", "clip_param_high": 0.28, "ref_kl_coeff": 0.0,
                 "overlong_buffer": 2, "drop_zero_variance_groups": True}),
         (grpo, {"policy_loss": "gspo", "clip_param": 3e-4, "clip_param_high": 4e-4}),
         (grpo, {"policy_loss": "cispo", "clip_param": 1.0, "clip_param_high": 4.0}),
-        (grpo, {"dual_clip": 3.0}),
+        pytest.param(grpo, {"dual_clip": 3.0}, marks=ALSO),
         (grpo, {"off_policy": "decoupled"}),
-        (grpo, {"off_policy": "decoupled_loglinear"}),
+        pytest.param(grpo, {"off_policy": "decoupled_loglinear"}, marks=ALSO),
         (grpo, {"off_policy": "bypass"}),
         (grpo, {"lora": {"r": 4}}),
     ],

@@ -8,6 +8,7 @@ import torch
 from rllib_llm.data.texts import TextSource
 from rllib_llm.shared import columns
 from tests.algorithms.tiny_runs import TEXTS, assert_same_weights, build_model, sft
+from tests.crossed import crossed
 from tests.learners import tiny_learners as tiny
 
 LONG = [{"prompt": "12+7=", "completion": "19"}, {"prompt": "9-", "completion": "4=5"},
@@ -32,8 +33,9 @@ def transformers_loss(learner, batch):
     )
 
 
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 3}])
-@pytest.mark.parametrize("loss_on", ["completion", "all"])
+@crossed(
+    cut=[{}, {"micro_batch_size": 1}, {"micro_batch_size": 3}], loss_on=["completion", "all"]
+)
 def test_loss_and_gradient_are_those_of_transformers(loss_on, cut):
     learner = tiny.build(sft(grad_clip=None, **cut))
     batch = texts(loss_on=loss_on)

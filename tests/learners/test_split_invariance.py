@@ -87,7 +87,10 @@ def gradients(model, critic):
     return grads
 
 
-@pytest.mark.parametrize("reduction", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("reduction", [
+    pytest.param("grpo", marks=pytest.mark.slow), "dapo",
+    pytest.param("dr_grpo", marks=pytest.mark.slow),
+])  # fmt: skip
 @settings(max_examples=8, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=2, max_size=7).filter(

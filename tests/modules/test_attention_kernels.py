@@ -14,6 +14,7 @@ from rllib_llm.modules.packed_attention import MaskedLayout, RowLayout
 from rllib_llm.modules.packing import completion_rows
 from rllib_llm.modules.trunk import use_kernel, wanted_tokens
 from rllib_llm.shared.errors import Problems
+from tests.crossed import crossed
 from tests.modules.test_dense_packing import group_batch, stats_and_gradients
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near
@@ -63,8 +64,9 @@ FLEX_WARNS = "ignore:flex_attention called without torch.compile"
 
 
 @pytest.mark.filterwarnings(FLEX_WARNS)
-@pytest.mark.parametrize("family", ["llama", "qwen2 (tied)", "gpt2", "granite (logits scaling)"])
-@pytest.mark.parametrize("kernel", LAYOUTS)
+@crossed(
+    family=["llama", "qwen2 (tied)", "gpt2", "granite (logits scaling)"], kernel=[*LAYOUTS]
+)
 def test_log_probs_are_those_of_padded_rows(kernel, family, flash_on_a_processor):
     rows = group_batch()
     model, padded = tiny_model(family), padded_model(family)

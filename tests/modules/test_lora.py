@@ -40,6 +40,7 @@ from rllib_llm.modules.pretrained import (
 )
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared.errors import Problems
+from tests.crossed import crossed
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near, neighbour
 from tests.tiny_models import llama, save
@@ -254,8 +255,10 @@ def policy(folder, targets, seed):
     return module
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2 (tied)"])
-@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@crossed(
+    family=["llama", "qwen2 (tied)"],
+    targets=[["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]],
+)
 def test_adapters_of_embeddings_come_back_and_merge(family, targets, tmp_path):
     """Each side has its own also where both share their weight, which is then shared no longer."""
     save(tmp_path / "base", base(family), character_tokenizer("0123", special=CHAT_SPECIAL))

@@ -33,6 +33,7 @@ from rllib_llm.shared.errors import Problems
 from rllib_llm.weights.flat_buffer import pack
 from rllib_llm.weights.loading import ModuleLoader
 from tests import tiny_models
+from tests.crossed import crossed
 from tests.engines.tiny_generations import ragged_prompts, sampled
 from tests.learners.tiny_learners import completions
 from tests.modules.test_logprobs import batch, own_stats
@@ -169,8 +170,7 @@ def test_a_decoder_of_llamas_shape_takes_the_fast_step():
     assert all(plan.shares_prompts for plan in plans.values())
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+@crossed(lora=[None, LORA], family=[*FAMILIES])
 def test_a_trained_model_is_exported_as_transformers_wrote_it(family, lora, tmp_path):
     folder = checkpoint(tmp_path / "model", family)
     policy = module(folder, lora=lora)
@@ -255,8 +255,9 @@ def test_a_model_of_text_has_no_tower_to_train(tmp_path):
     assert error.value.problem.name == "train_vision"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], ".*(q_proj|proj|fc1)"])
+@crossed(
+    family=[*FAMILIES], targets=["all-linear", ["q_proj", "v_proj"], ".*(q_proj|proj|fc1)"]
+)
 def test_adapters_are_put_into_the_decoder_alone(family, targets, tmp_path):
     policy = module(checkpoint(tmp_path, family), lora={"r": 2, "target_modules": targets})
     adapted = {n for n, _ in policy.model.named_parameters() if is_adapter(n)}

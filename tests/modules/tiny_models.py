@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.tiny_models import copied
+
 VOCAB = 97
 _LLAMA = {
     "hidden_size": 32,
@@ -36,19 +38,25 @@ FAMILIES = {
 
 def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
     """A model of one of FAMILIES, or of a type that has a Llama's settings, in eval mode; its
-    logits are spread over several nats."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        family.split()[0],
-        vocab_size=VOCAB,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **{**FAMILIES.get(family, _LLAMA), **overrides},
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Random biases too: a zero bias that is left out would not show.
-            parameter.copy_(parameter * 3 + 0.1 * torch.randn_like(parameter))
+    logits are spread over several nats. Torch's random state is that after drawing it."""
+
+    def drawn() -> tuple[PreTrainedModel, torch.Tensor]:
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(
+            family.split()[0],
+            vocab_size=VOCAB,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **{**FAMILIES.get(family, _LLAMA), **overrides},
+        )
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Random biases too: a zero bias that is left out would not show.
+                parameter.copy_(parameter * 3 + 0.1 * torch.randn_like(parameter))
+        return model, torch.get_rng_state()
+
+    model, state = copied(drawn, "tiny_model", family, seed, repr(overrides))
+    torch.set_rng_state(state)
     return model

@@ -22,6 +22,7 @@ from rllib_llm.numerics.losses import (
     value_loss,
 )
 from rllib_llm.numerics.off_policy import importance_weights, log_ratio
+from tests.crossed import crossed
 
 # The tensors on which TRL's numbers below were recorded: GRPOTrainer._compute_loss of TRL 1.16.0
 # (torch 2.13.0), one process, no accumulation, max_completion_length = 8.
@@ -357,8 +358,7 @@ def cut_batches(draw):
     return draw(st.integers(0, 2**16)), lengths, cuts, padding, order
 
 
-@pytest.mark.parametrize("reduction", ["grpo", "dapo", "dr_grpo", "sequence_sum"])
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@crossed(reduction=["grpo", "dapo", "dr_grpo", "sequence_sum"], kind=[*POLICY_LOSSES])
 @settings(max_examples=25, deadline=None)
 @given(batch=cut_batches())
 def test_loss_and_gradient_do_not_depend_on_the_split(kind, reduction, batch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 
 from rllib_llm.engines.engine import generate
@@ -13,6 +12,7 @@ from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.rl_modules import ValueHead
 from rllib_llm.shared import columns
+from tests.crossed import crossed
 from tests.engines.tiny_generations import PAD, STOPS, ragged_prompts
 from tests.modules.tiny_models import tiny_model
 from tests.rounding import assert_as_near, neighbour
@@ -46,9 +46,12 @@ def of_a_forward_pass(model, value_head, out):
     return value_head.linear(states).squeeze(-1).where(out.completion_mask, 0.0)
 
 
-@pytest.mark.parametrize("max_rows", [None, 2 * N])  # all at once, or let in as others end
-@pytest.mark.parametrize("steps", [8, STEPS])  # too few for weights laid out anew, and enough
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2 (soft-cap)"])
+@crossed(
+    2,
+    max_rows=[None, 2 * N],  # all at once, or let in as others end
+    steps=[8, STEPS],  # too few for weights laid out anew, and enough
+    family=["llama", "qwen3", "gpt2", "gemma2 (soft-cap)"],
+)
 def test_values_are_those_of_a_forward_pass(family, steps, max_rows):
     model = tiny_model(family)
     value_head = random_value_head(model)

@@ -189,6 +189,9 @@ def test_too_little_disk_is_told_before_the_run(tmp_path):
         check_disk([grpo], tmp_path / "run")
 
 
+EARLIER = [counter("texts"), counter("rm")]
+
+
 def reviews(**changes: object) -> Experiment:
     model = "rllib_llm.examples.reviews_model.build_model"
     return Experiment("ppo", "PPOPtx", "rllib_llm/RLHF-v0", **{
@@ -223,11 +226,13 @@ def reviews(**changes: object) -> Experiment:
     ],
 )
 def test_what_is_not_there_is_told_before_anything_runs(changes: dict, message: str):
-    earlier = [counter("texts"), counter("rm")]
-    later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
-    check_experiments([*earlier, *later])
     with pytest.raises(Problems, match=message):
-        check_experiments([*earlier, reviews(**changes)])
+        check_experiments([*EARLIER, reviews(**changes)])
+
+
+def test_what_earlier_stages_will_make_and_what_the_hub_has_is_taken():
+    later = [reviews(), reviews(reward_model="${rm.model}", prompts="org/on-the-hub")]
+    check_experiments([*EARLIER, *later])
 
 
 @pytest.mark.parametrize(
@@ -377,10 +382,18 @@ def places(key: str) -> dict[str, dict]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", places(""))
+def placed(*results: tuple[str, str]) -> list:
+    """Each of the results in one place, the first in all of them; the other pairs are slow."""
+    return [
+        pytest.param(place, *result, marks=() if i == 0 or j == i % 5 else pytest.mark.slow)
+        for i, result in enumerate(results)
+        for j, place in enumerate(places(""))
+    ]
+
+
 @pytest.mark.parametrize(
-    ("run", "key"),
-    [
+    ("place", "run", "key"),
+    placed(
         ("GRPO", "accuracy"),  # of pairs
         ("GRPO", "train/accuracy"),
         ("PPOPtx", "sft_loss"),
@@ -390,7 +403,7 @@ def places(key: str) -> dict[str, dict]:
         ("SFT", "accuracy"),
         ("RewardModel", "loss/dpo"),
         ("DPO", "objective/scores"),
-    ],
+    ),
 )
 def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str):
     experiment = sums(run, {"evaluation_interval": None}, **places(key)[place])
@@ -399,15 +412,14 @@ def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str)
     check_experiments([experiment.replace(config=experiment.config | OWN_CODE)])
 
 
-@pytest.mark.parametrize("place", places(""))
 @pytest.mark.parametrize(
-    ("run", "key"),
-    [
+    ("place", "run", "key"),
+    placed(
         ("GRPO", "held_out_reward"),
         ("GRPO", "eval/scores"),
         ("GRPO", "eval/other_sums/scores"),
         ("DPO", "held_out_accuracy"),
-    ],
+    ),
 )
 def test_held_out_results_need_an_evaluation(place: str, run: str, key: str):
     experiment = sums(run, **places(key)[place])
@@ -432,10 +444,9 @@ def test_trials_are_not_compared_by_a_result_that_nobody_reports(place: str):
     check_experiments([sums(config=OWN_CODE, **places("foo")[place])])
 
 
-@pytest.mark.parametrize("place", places(""))
 @pytest.mark.parametrize(
-    ("run", "key"),
-    [
+    ("place", "run", "key"),
+    placed(
         ("GRPO", "env_runners/episode_return_mean"),
         ("GRPO", "learners/default_policy/loss/policy_avg"),
         ("GRPO", "env/whatever"),
@@ -449,21 +460,26 @@ def test_trials_are_not_compared_by_a_result_that_nobody_reports(place: str):
         ("RewardModel", "eval/accuracy"),
         ("DPO", "rewards/margins"),
         ("DPO", "train/kto_kl"),
-    ],
+    ),
 )
 def test_results_that_may_be_reported_are_taken(place: str, run: str, key: str):
     check_experiments([sums(run, {"evaluation_interval": 1}, **places(key)[place])])
 
 
+CONFIG = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
+
+
 @pytest.mark.parametrize("metric", ["time_this_iter_s", "perf/ram_util_percent", "timers/a"])
-def test_metrics_of_tune_and_of_one_s_own_callbacks_are_taken(metric):
-    config = {"model": "rllib_llm.examples.reviews_model.build_model", "data": ["text"]}
-    check_experiments([Experiment("sft", "SFT", config=config, metric=metric, mode="max")])
-    near = Experiment("sft", "SFT", config=config, metric="trainin_iteration", mode="max")
+def test_metrics_of_tune_are_taken(metric):
+    check_experiments([Experiment("sft", "SFT", config=CONFIG, metric=metric, mode="max")])
+
+
+def test_metrics_of_one_s_own_callbacks_are_taken():
+    near = Experiment("sft", "SFT", config=CONFIG, metric="trainin_iteration", mode="max")
     with pytest.raises(Problems, match=r"must be a result.*Did you mean 'training_iteration'"):
         check_experiments([near])
-    check_experiments([near.replace(config=config | OWN_CODE)])
-    check_experiments([near.replace(config=config | OWN_CODE, metric="my/own")])
+    check_experiments([near.replace(config=CONFIG | OWN_CODE)])
+    check_experiments([near.replace(config=CONFIG | OWN_CODE, metric="my/own")])
 
 
 def needs_an_answer(completions, answer):

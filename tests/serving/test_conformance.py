@@ -147,6 +147,8 @@ def test_parameters_may_refer_to_themselves(client):
     tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
     depths = []
     for seed in range(12):
+        if any(depths) and len(depths) > 2:
+            break
         asked = {**ASKED, "seed": seed, "tools": tools, "tool_choice": NAMED, "max_tokens": 400}
         choice = client.chat.completions.create(**asked).choices[0]
         if choice.finish_reason == "tool_calls":

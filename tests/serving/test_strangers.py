@@ -226,7 +226,8 @@ def test_a_request_brings_no_template_and_no_other_argument(name):
             answer = await http.post(path, json={"messages": CHAT, "chat_template_kwargs": kwargs})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
-        good = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+        thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+        good = {"messages": CHAT, "max_tokens": 1, **thinking}
         assert (await http.post("/v1/chat/completions", json=good)).status_code == 200
 
     asked(ask)

@@ -143,9 +143,22 @@ def test_auto_is_ten_times_the_slowest_answer():
     assert limit.seconds(8) == 600.0  # twice the prompts, when another's part is taken over
 
 
+# In one process, which imports the package once: faults of memory that was freed before, and what
+# the garbage collector looks at.
 SCRIPT = """
-import gc, weakref
-from rllib_llm.shared.process import forget_startup
+import gc, resource, weakref
+import numpy
+from rllib_llm.shared.process import forget_startup, keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [numpy.ones(2**17) for _ in range(64)]
+    del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "2"}))
+faults()
+print(faults())
 
 class Cycle:
     def __init__(self):
@@ -161,35 +174,20 @@ print(garbage() is None, before() is None, after() is None)
 """
 
 
-def test_only_what_is_made_later_is_looked_at_again():
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["True", "False", "True"]
+    return done.stdout.split()
 
 
-FAULTS = """
-import resource
-import numpy
-from rllib_llm.shared.process import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    arrays = [numpy.ones(2**17) for _ in range(64)]
-    del arrays
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-print(keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "2"}))
-faults()
-print(faults())
-"""
+def test_only_what_is_made_later_is_looked_at_again(printed):
+    assert printed[2:] == ["True", "False", "True"]
 
 
-def test_freed_memory_is_taken_again_without_the_system():
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
-    )
-    kept, faults = done.stdout.split()
+def test_freed_memory_is_taken_again_without_the_system(printed):
+    kept, faults = printed[:2]
     if kept == "False":
         pytest.skip("malloc is not glibc's")
     assert int(faults) < 1000  # 64 MiB have 16,384 pages, each of which came again before

@@ -19,6 +19,7 @@ from ray import tune
 from rllib_llm.shared import ray_compat
 from rllib_llm.shared.ray_compat import check_ray, processes_of, room_for_samplers
 from tests.shared.private_names import PRIVATE_NAMES, SERVE_NAMES, WANDB_NAMES, PrivateName
+from tests.test_house import trees
 
 PACKAGE = Path(ray_compat.__file__).parents[1]
 NAMES = PRIVATE_NAMES + WANDB_NAMES + SERVE_NAMES
@@ -66,13 +67,12 @@ def test_another_version_of_ray_is_warned_of_at_import():
     assert ray.__version__.startswith(f"{ray_compat.TRIED}.")
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """The syntax trees of all files but `ray_compat.py`, by module name."""
     return {
-        ".".join(("rllib_llm", *path.relative_to(PACKAGE).with_suffix("").parts)): ast.parse(
-            path.read_text(encoding="utf-8")
-        )
-        for path in sorted(PACKAGE.rglob("*.py"))
+        ".".join(("rllib_llm", *path.relative_to(PACKAGE).with_suffix("").parts)): tree
+        for path, tree in trees().items()
         if path.name not in ("ray_compat.py", "__init__.py")
     }
 
@@ -89,10 +89,9 @@ def test_nobody_else_imports_or_reaches_into_what_is_private():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ray"):
                 parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 private = [part for part in parts if is_private(part)]
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in (
-                "self", "cls", "super()"
-            ):  # fmt: skip
-                private = [node.attr] if node.attr in known else []
+            elif isinstance(node, ast.Attribute) and node.attr in known:
+                own = ("self", "cls", "super()")
+                private = [] if ast.unparse(node.value) in own else [node.attr]
             else:
                 continue
             offences += [f"{module}:{node.lineno} {name}" for name in private]
@@ -128,8 +127,8 @@ def private_names_used(node: ast.ClassDef) -> set[str]:
     """Methods that a class defines, its attributes, and what its methods take from `self`."""
     used = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
     for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and ast.unparse(part.value) in ("self", "super()"):
-            used.add(part.attr)
+        if isinstance(part, ast.Attribute) and is_private(part.attr):
+            used |= {part.attr} if ast.unparse(part.value) in ("self", "super()") else set()
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
             used.add(part.id)
     return {name for name in used if is_private(name)}
