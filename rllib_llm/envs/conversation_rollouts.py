@@ -131,7 +131,13 @@ class _Player:
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
     async def converse(self) -> None:
-        """Plays the conversation."""
+        """Plays the conversation, and ends it in any case."""
+        try:
+            await self._converse()
+        finally:
+            await call(self.env.end, self.conversation)
+
+    async def _converse(self) -> None:
         env, conversation = self.env, self.conversation
         self.attempt.counts["sample_seconds"] = 0.0
         conversation.append_messages(as_messages(await call(env.start, conversation)))
