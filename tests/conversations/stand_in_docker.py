@@ -1,5 +1,5 @@
-"""Stands in for Docker's program: a container is a folder in $STAND_IN, and what is run in it is run
-here, in its working directory. It notes its arguments in calls.jsonl."""
+"""Stands in for Docker's program: a container is a folder in $STAND_IN, and what is run in it is
+run here, in its working directory. It notes its arguments in calls.jsonl."""
 
 import json
 import os
@@ -27,12 +27,13 @@ def run(words):
     if "--detach" in given:
         (name,) = given["--name"]
         os.makedirs(f"{ROOT}/{name}")
-        with open(f"{ROOT}/{name}/labels", "w") as file:
-            file.write("\n".join(given["--label"]))
+        for label in given["--label"]:
+            os.makedirs(f"{ROOT}/{name}/labels/{label}")
         print(name)
     elif given.get("--entrypoint") == ["python3"]:  # gives verifiers' proxy a socket
         folder = given["--volume"][0].partition(":")[0]
-        os.execv(sys.executable, [sys.executable, *(w.replace("/run/vf", folder) for w in rest[1:])])
+        words = [word.replace("/run/vf", folder) for word in rest[1:]]
+        os.execv(sys.executable, [sys.executable, *words])
 
 
 def execute(words):
@@ -59,9 +60,9 @@ def main(what, *words):
         print("127.0.0.1:40000")
     elif what == "ps":
         label = options(words)[0]["--filter"][0].removeprefix("label=")
-        for entry in os.scandir(ROOT):
-            if entry.is_dir() and label in open(f"{entry.path}/labels").read().split("\n"):
-                print(entry.name)
+        for name in os.listdir(ROOT):
+            if os.path.isdir(f"{ROOT}/{name}/labels/{label}"):
+                print(name)
     elif what == "rm":
         for name in options(words)[1]:
             shutil.rmtree(f"{ROOT}/{name}", ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Tasks of verifiers that need a container: in Docker, for which a program stands in, and in a runtime
-of one's own."""
+"""Tasks of verifiers that need a container: in Docker, for which a program stands in, and in a
+runtime of one's own."""
 
 from __future__ import annotations
 
@@ -120,13 +120,14 @@ def make():
 
 def test_a_task_is_set_up_worked_at_and_scored_in_its_container(make, docker):
     env = make("docker")
+    look, mend = "cat state.txt; echo , $WHO", "; echo done > state.txt"
     attempts, judged, policy = roll(
-        env, lambda row: bash("cat state.txt; echo $WHO" + "; echo done > state.txt" * row), "Done.",
-        num_prompts=1,
+        env, lambda row: bash(look + mend * row), "Done.", num_prompts=1
     )  # fmt: skip
     assert '"bash"' in policy.asked() and "its combined stdout and stderr" in policy.asked()
-    said = [m["content"] for a in attempts for m in a.conversation.messages if m["role"] == "tool"]
-    assert said == ["broken\n\nthe task\n".replace("\n\n", "")] * 2 or said == ["brokenthe task\n"] * 2
+    messages = [message for each in attempts for message in each.conversation.messages]
+    said = [message["content"] for message in messages if message["role"] == "tool"]
+    assert said == ["broken, the task\n"] * 2
     assert judged.columns[columns.SCORES].tolist() == [0.0, 1.0]
     assert judged.metrics["changed"].tolist() == [0.0, 1.0]
     assert live_in(docker) == []
@@ -134,10 +135,9 @@ def test_a_task_is_set_up_worked_at_and_scored_in_its_container(make, docker):
     started = [call for call in calls if call[:1] == ["run"] and "--detach" in call]
     assert [call[-2:] for call in started] == [["mend:1", "infinity"]] * 2
     assert [sum("WHO=the task" in word for word in call) for call in started] == [1, 1]
-    # The network is cut after setup, which writes, and before the policy's commands.
-    kinds = ["write" if "-i" in call else "cut" if "NET_ADMIN" in call else "bash" for call in calls
-             if {"-i", "bash"} & {*call} or call[-1:] == [""] or "iptables" in str(call)]  # fmt: skip
-    assert kinds.index("write") < kinds.index("cut") < kinds.index("bash")
+    places = [next(i for i, call in enumerate(calls) if word in call) for word in
+              ("mkdir -p . && cat > state.txt", "cut", "bash")]  # fmt: skip
+    assert places == sorted(places)  # no network from the end of setup on
 
 
 def test_networks_and_users_of_a_container(make, docker):
@@ -156,7 +156,7 @@ def test_networks_and_users_of_a_container(make, docker):
 @pytest.mark.slow
 def test_a_killed_sampler_leaves_no_container(docker):
     pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
-    program = f"""
+    program = """
 import asyncio, os, sys
 from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes
 from tests.conversations.vf_boxes import Mend, MendData
@@ -192,14 +192,14 @@ def test_a_runtime_of_one_s_own(make):
         ("setup", "OSError: setup failed"),
         ("finalize", "OSError: finalize failed"),
         ("mended", "mended failed"),
-        ("late setup", "longer than max_seconds=2"),
-        ("late mended", "longer than max_seconds=2"),
+        ("late setup", "longer than max_seconds=1"),
+        ("late mended", "longer than max_seconds=1"),
     ],
 )
 def test_a_container_ends_with_its_conversation_however_that_ends(make, broken, reason):
     from rllib_llm.envs.judges.rewards import UnjudgedError
 
-    env = make(OWN, {"broken": broken}, max_seconds=2.0)
+    env = make(OWN, {"broken": broken}, max_seconds=1.0 if "late" in broken else 600.0)
     with pytest.raises(UnjudgedError, match=reason):
         roll(env, "Done.", num_prompts=1, num_completions=1)
     from tests.conversations.vf_boxes import Folder

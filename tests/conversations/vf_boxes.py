@@ -1,5 +1,5 @@
-"""A task set of verifiers whose tasks are done in a container, as those of SWE-bench are: a file is to
-be mended, and a command in the container says whether it is."""
+"""A task set of verifiers whose tasks are done in a container, as those of SWE-bench are: a file is
+to be mended, and a command in the container says whether it is."""
 
 from __future__ import annotations
 
