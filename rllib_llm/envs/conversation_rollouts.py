@@ -66,7 +66,10 @@ def run_rollouts(
     attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def converse(attempt: Rollout) -> None:
-        await _Player(env, attempt, complete, max_new_tokens).converse()
+        try:
+            await _Player(env, attempt, complete, max_new_tokens).converse()
+        finally:
+            await call(env.end, attempt.conversation)
 
     env.events.run(run_side_by_side(env, attempts, converse))
     return attempts
@@ -131,13 +134,7 @@ class _Player:
         self.deadline = time.monotonic() + float(env.settings["max_seconds"])
 
     async def converse(self) -> None:
-        """Plays the conversation, and ends it in any case."""
-        try:
-            await self._converse()
-        finally:
-            await call(self.env.end, self.conversation)
-
-    async def _converse(self) -> None:
+        """Plays the conversation."""
         env, conversation = self.env, self.conversation
         self.attempt.counts["sample_seconds"] = 0.0
         conversation.append_messages(as_messages(await call(env.start, conversation)))

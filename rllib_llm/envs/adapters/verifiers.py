@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes, bash_in, check_alive
+from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes, bash_in
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
@@ -142,7 +142,6 @@ _RUNTIME, _AGENT = "runtime", "agent"  # the task's own, and as the agent's user
 # Of a task; verifiers gives the first three a runtime, and the last one's variables to it. Its
 # harness for one agent calls no `stage_verifier` and moves no `artifacts`.
 _HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env")
-_OF_RUNTIME = ("agent_user", "artifacts")  # of a task's data
 
 
 class TaskSet(Settings):
@@ -296,11 +295,10 @@ class VerifiersEnv(ConversationEnv):
             ending = "max_total_tokens" if has_turns else "max_turns"
         trace.stop(ending)
         runtime = conversation.state.get(_RUNTIME)
-        if runtime is not None:
-            await invoke(task.finalize, {"trace": trace, "runtime": runtime})
+        await invoke(task.finalize, {"trace": trace, "runtime": runtime})
         await task.score(trace, runtime)
-        if runtime is not None:  # what fails in a dead one looks like wrong work
-            await check_alive(runtime)
+        if runtime is not None and not await runtime.alive():  # what fails there looks like wrong
+            raise Away("the task's runtime has ended")
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
             raise RuntimeError(f"the rewards {unscored} of {type(task).__name__} gave no number")
@@ -310,14 +308,14 @@ class VerifiersEnv(ConversationEnv):
 
     async def end(self, conversation: Conversation) -> None:
         runtime = conversation.state.pop(_RUNTIME, None)
-        if runtime is not None and self.runtimes is not None:
-            await self.runtimes.stop(runtime)
+        if runtime is not None:
+            await runtime.stop()
 
     def close(self) -> None:
         """Ends the tasks' runtimes as well."""
-        if self.runtimes is not None and not self.events.is_closed:
-            self.events.run(self.runtimes.close())
         super().close()
+        if self.runtimes is not None:
+            self.runtimes.close()
 
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
@@ -345,30 +343,24 @@ def _check_task(task: Any, runtimes: Runtimes | None) -> None:
     scoring += [judge.score for judge in task.plugged_judges()]
     takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
     wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
-    boxed = [name for name in _OF_RUNTIME if getattr(task.data, name)]
-    of_runtime = {
-        "it runs in a container": task.NEEDS_CONTAINER or task.data.image is not None,
-        f"{boxed} are of the runtime in which an agent runs": boxed,
-        f"{sorted([*hooks, *wants])} want a runtime": hooks or wants,
-    }
+    data, alone = task.data, runtimes is None
+    boxed = (task.NEEDS_CONTAINER, data.image, data.agent_user, data.artifacts)
+    name = f"task {type(task).__name__} number {data.idx}"
     reasons = {
-        "skills are installed by verifiers' harnesses": task.data.skills,
+        "it runs in a container": alone and any(boxed),
+        f"{sorted([*hooks, *wants])} want a runtime": alone and (hooks or wants),
+        "skills are installed by verifiers' harnesses": data.skills,
         f"@vf.intercept of {rewriting} rewrites what was sampled": rewriting,
         f"@vf.stop of {stops} looks at requests or responses, of which there are none": stops,
-        "it has no prompt, and waits for a user to begin": task.data.prompt is None,
+        "it has no prompt, and waits for a user to begin": data.prompt is None,
     }
-    name = f"task {type(task).__name__} number {task.data.idx}"
-    objection = runtimes.objection(task) if runtimes else _first(of_runtime)
-    require(not objection, name, ..., "have a runtime in which it can run", objection,
-            "Set runtime in env_config, for example to {type: docker}")  # fmt: skip
-    require(not _first(reasons), name, ..., "be one for this process and a runtime",
-            _first(reasons), "Train with verifiers' harness against /inference/v1/generate of "
-            "rllib serve")  # fmt: skip
-
-
-def _first(reasons: Mapping[str, Any]) -> str:
-    """The first reason that holds; "" for none."""
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    require(not reason, name, ..., "need nothing but this process, and a runtime where one is set",
+            reason, "Set runtime, as {type: docker}, if it wants one; else train with verifiers' "
+            "harness against /inference/v1/generate of rllib serve")  # fmt: skip
+    if runtimes is not None:
+        with blamed_on(name, ..., "fit the runtime", remedy="Give another runtime"):
+            runtimes.config_of(task)
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
@@ -385,9 +377,10 @@ def _checked(toolsets: Sequence[Any]) -> list[Any]:
             "its register() offers tools that @vf.tool does not declare":
                 type(toolset).register is not vf.Toolset.register,
         }  # fmt: skip
-        require(not _first(reasons), f"toolset {type(toolset).__name__}", ...,
-                "be one of this process", _first(reasons), "Name a server in mcp_servers, or "
-                "train with verifiers' own harness")  # fmt: skip
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
+        require(not reason, f"toolset {type(toolset).__name__}", ..., "be one of this process",
+                reason, "Name a server in mcp_servers, or train with verifiers' own harness"
+                )  # fmt: skip
     return list(toolsets)
 
 

@@ -1,39 +1,30 @@
-"""Runtimes of verifiers, in which the container tasks of `rllib_llm/Verifiers-v0` run: one for each
-conversation.
+"""Runtimes of verifiers for the container tasks of `rllib_llm/Verifiers-v0`.
 
-    start ─▶ make ─▶ vf.Runtime ─▶ docker run ... sleep infinity ─┬─▶ task.setup
-                                                                  ├─▶ bash, for the policy
-    end, close ─▶ stop ─▶ docker rm                               └─▶ task.finalize, task.score
-    the end of this process, also by SIGKILL ─▶ the reaper ─▶ docker rm
+    start ─▶ vf.Runtime ─▶ docker run ... sleep infinity ◀─ setup, bash, finalize, score
+    end ─▶ docker rm ◀─ the reaper ◀─ the end of this process, also by SIGKILL
 
 What a runtime contains, and what not, the guide on containment says.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import shutil
 import subprocess
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rllib_llm.shared.dotted import import_dotted
 from rllib_llm.shared.errors import require
-from rllib_llm.shared.messages import blamed_on, told
-from rllib_llm.shared.remote import Away
-
-logger = logging.getLogger(__name__)
+from rllib_llm.shared.messages import blamed_on
 
 # The reaper: its input ends with the process that made it; then it removes the containers with a
 # label. It is no child of that process, since Ray kills the children of a worker that it ends. The
-# second is for a container that was being made.
+# second that it waits is for a container that was being made.
 _REAP = """exec 3<&0
 { cat <&3; sleep 1; "$0" ps --all --quiet --filter "label=$1" | xargs -r "$0" rm --force; } &"""
-_MOST_BYTES = 2**20  # of a command's output: the sampler reads all of it before it is shortened
-_BASH = f'bash -c "$1" 2>&1 </dev/null | head -c {_MOST_BYTES}'
+# The sampler reads all that a command prints before it shortens it: a mebibyte at most.
+_BASH = 'bash -c "$1" 2>&1 </dev/null | head -c 1048576'
 
 
 class Runtimes:
@@ -55,14 +46,12 @@ class Runtimes:
 
         if isinstance(given, str):
             given = {"class" if "." in given or ":" in given else "type": given}
-        path, self.has_bash = given.get("class"), given.get("bash", True)
-        settings = {"type": "docker", **given}
-        config = {name: settings[name] for name in settings if name not in ("class", "bash")}
+        config = {"type": "docker", **given}
+        path, self.has_bash = config.pop("class", None), config.pop("bash", True)
         require(isinstance(self.has_bash, bool), "runtime.bash", self.has_bash, "be true or false")
-        with blamed_on(
-            "runtime", given, "be a config of a runtime of verifiers",
-            remedy="Write {type: docker}, or another type with its settings",
-        ):  # fmt: skip
+        require(config["type"] != "subprocess", "runtime.type", "subprocess", "be a container's",
+                "the policy's commands would be the run's own", "Write docker")  # fmt: skip
+        with blamed_on("runtime", given, "be verifiers' config of a runtime", remedy="Correct it"):
             config_of: TypeAdapter[Any] = TypeAdapter(runtimes.RuntimeConfig)
             self._config = config_of.validate_python(config)
             can_close = isinstance(self._config, runtimes.NetworkPolicyConfig)
@@ -72,71 +61,38 @@ class Runtimes:
             self._kind = import_dotted(path, name="runtime.class") if path else own
             if not issubclass(self._kind, runtimes.Runtime):
                 raise TypeError(f"{path} is no subclass of vf.Runtime")
-        self._is_contained = self._kind is not runtimes.SubprocessRuntime
-        if not self._is_contained:
-            warnings.warn(
-                "runtime 'subprocess' is no boundary: code of a model reads, changes and sends "
-                "what the run's user can.", stacklevel=2,
-            )  # fmt: skip
-        self._engine = None
+        self._label, self._reaper = f"rllib-llm={uuid.uuid4().hex}", None
         if issubclass(self._kind, runtimes.DockerRuntime):
-            self._engine = self._kind.engine
-            require(shutil.which(self._engine), "runtime", given, "run here",
-                    f"{self._engine} is not on PATH",
-                    "Install it where samplers run, or give another type")  # fmt: skip
-        self._label = f"rllib-llm={uuid.uuid4().hex}"
-        self._reaper: subprocess.Popen[bytes] | None = None
-        self._live: set[Any] = set()
+            engine = self._kind.engine
+            require(shutil.which(engine), "runtime", given, "run here", f"{engine} is not on PATH",
+                    "Install it where samplers run")  # fmt: skip
+            self._reaper = subprocess.Popen(
+                ["sh", "-c", _REAP, engine, self._label], stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            self._reaper.wait()  # what it has forked goes on
         self._warned: set[tuple[str, str]] = set()
 
-    def objection(self, task: Any) -> str:
-        """Why a task cannot run in such a runtime; "" where it can."""
-        if task.NEEDS_CONTAINER and not self._is_contained:
-            return "it needs a container, and runtime 'subprocess' is none"
-        try:
-            self._config_for(task)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def _config_for(self, task: Any) -> Any:
-        """The config with the task's own image, folder, resources and networks."""
+    def config_of(self, task: Any) -> Any:
+        """The config with the task's own image, folder, resources and networks; raises ValueError
+        where it cannot have these."""
         from verifiers.v1.utils.compile import resolve_runtime_config
 
         return resolve_runtime_config(self._config, task, self._warned)
 
     def make(self, task: Any, name: str) -> Any:
-        """A `vf.Runtime` for a task, which is not started yet; `stop` ends it."""
+        """A `vf.Runtime` for a task, which is not started yet."""
         from verifiers.v1.runtimes import register
 
-        runtime = self._kind(self._config_for(task), name)
-        if self._engine is not None:
-            runtime._label_args += ["--label", self._label]  # the only way to name one of ours
-            self._watch()
-        register(runtime)
-        self._live.add(runtime)
+        runtime = self._kind(self.config_of(task), name)
+        if self._reaper is not None:
+            runtime._label_args += ["--label", self._label]  # verifiers has no public way
+        register(runtime)  # whoever ends it, or else the end of this process
         runtime.env = dict(task.runtime_env())
         return runtime
 
-    def _watch(self) -> None:
-        if self._reaper is None:
-            self._reaper = subprocess.Popen(
-                ["sh", "-c", _REAP, str(self._engine), self._label], stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            self._reaper.wait()  # what it has forked goes on
-
-    async def stop(self, runtime: Any) -> None:
-        """Ends a runtime; where that fails, the log says so."""
-        try:
-            await runtime.stop()
-        except Exception as error:  # noqa: BLE001  (of any provider)
-            logger.warning("The runtime %s did not end: %s", runtime.name, told(error))
-        self._live.discard(runtime)
-
-    async def close(self) -> None:
-        """Ends all runtimes."""
-        await asyncio.gather(*map(self.stop, tuple(self._live)))
+    def close(self) -> None:
+        """Has the reaper remove what is left."""
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
 
@@ -150,18 +106,7 @@ def bash_in(runtime: Any) -> Callable[..., Any]:
         Args:
             command: The bash command to run.
         """
-        try:
-            done = await runtime.run(["bash", "-c", _BASH, "bash", command], {})
-        except Exception as error:  # noqa: BLE001  (of any provider; the policy has not caused it)
-            raise Away(f"its runtime cannot be reached: {told(error)}") from error
-        if done.exit_code:  # of `head`, not of the command
-            await check_alive(runtime)
+        done = await runtime.run(["bash", "-c", _BASH, "bash", command], {})
         return done.stdout + done.stderr
 
     return bash
-
-
-async def check_alive(runtime: Any) -> None:
-    """Raises Away where a runtime runs nothing any more, which a failed command does not show."""
-    if not await runtime.alive():
-        raise Away("the task's runtime has ended")
