@@ -231,6 +231,10 @@ class ConversationEnv:
         functions."""
         return None
 
+    async def end(self, conversation: Conversation) -> None:
+        """Frees what belongs to the conversation, such as a container; called last, however the
+        conversation ended, also by an error or a time limit, and where `start` failed."""
+
     def teacher_messages(
         self, conversation: Conversation
     ) -> str | Sequence[Message] | None | Awaitable[str | Sequence[Message] | None]:

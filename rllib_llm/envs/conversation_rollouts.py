@@ -66,7 +66,10 @@ def run_rollouts(
     attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def converse(attempt: Rollout) -> None:
-        await _Player(env, attempt, complete, max_new_tokens).converse()
+        try:
+            await _Player(env, attempt, complete, max_new_tokens).converse()
+        finally:
+            await call(env.end, attempt.conversation)
 
     env.events.run(run_side_by_side(env, attempts, converse))
     return attempts

@@ -232,6 +232,53 @@ def test_a_slow_rollout_is_not_valid_and_costs_only_itself(make):
     assert judged.metrics["rollout_failed"].tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("failing", ["", "start", "respond", "score", "late", "engine"])
+@pytest.mark.filterwarnings("ignore:2 of 4 conversations failed")
+def test_each_conversation_is_ended_once_however_it_ends(make, failing):
+    ended = []
+
+    class Ending(ConversationEnv):
+        async def at(self, place, conversation):
+            if conversation.task["answer"] == "3" and failing == place:
+                raise OSError(f"no {place}")
+
+        async def start(self, conversation):
+            await self.at("start", conversation)
+            return self.first_messages(conversation)
+
+        async def respond(self, conversation):
+            await self.at("respond", conversation)
+            if conversation.task["answer"] == "3" and failing == "late":
+                await asyncio.sleep(600)
+            return Response(done=True)
+
+        async def score(self, conversation):
+            await self.at("score", conversation)
+            return 1.0
+
+        async def end(self, conversation):
+            await asyncio.sleep(0)  # not in a task that ends at once where it is cancelled
+            ended.append(id(conversation))
+
+    def say(row):
+        if failing == "engine":
+            raise EngineFailed("no tokens")
+        return "Yes."
+
+    env = make(Ending, **({"max_seconds": 0.1} if failing == "late" else {}))
+    if failing in ("late", "engine"):
+        with pytest.raises((EngineFailed, UnjudgedError)):
+            roll(env, say, num_prompts=1)
+        deadline = time.monotonic() + 60
+        while len(ended) < 2 and time.monotonic() < deadline:  # those that were cancelled
+            env.events.run(asyncio.sleep(0.01))
+        assert len({*ended}) == len(ended) == 2
+        return
+    attempts, judged, _ = roll(env, say)
+    assert sorted(ended) == sorted(id(attempt.conversation) for attempt in attempts)
+    assert judged.columns[columns.VALID].tolist() == [not failing] * 2 + [True] * 2
+
+
 def test_concurrent_rollouts_are_bounded(make):
     lock, counts = threading.Lock(), {"now": 0, "most": 0}
 

@@ -213,7 +213,7 @@ def test_tasks_that_nothing_rewards_are_refused(make):
     [
         ({"taskset": f"{HERE}:Boxed"}, "it runs in a container"),
         ({"taskset": f"{HERE}:Running"}, r"\['ran'\] want a runtime"),
-        ({"taskset": f"{HERE}:Skilled"}, r"\['skills'\] are of the box in which an agent runs"),
+        ({"taskset": f"{HERE}:Skilled"}, "skills are installed by verifiers' harnesses"),
         ({"taskset": f"{HERE}:Keyed"}, r"\['runtime_env'\] want a runtime"),
         ({"taskset": f"{HERE}:Endless"}, "num_tasks=None must be a number: its tasks never end"),
         ({"taskset": f"{HERE}:Guarded"}, r"@vf.intercept of \['guard'\] rewrites"),

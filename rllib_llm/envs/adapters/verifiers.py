@@ -5,9 +5,10 @@
 The task set's prompts, tools (`@vf.tool` of its toolsets), stops, rewards, metrics and judges are
 verifiers' own; turns and tokens are ours. Nothing is started per rollout: verifiers would run a
 harness and a server of each toolset as processes. The state of a rollout is its trace's: a toolset,
-shared or not, sees it for the time of a call. What needs a box of its own (a container, rewards
-that take a `runtime`, setup in it), a server of its own, or what a model said to be rewritten is
-refused, never scored without.
+shared or not, sees it for the time of a call. Tasks that need a container, and hooks and rewards
+that take a `runtime`, have one where the setting `runtime` says which (`verifiers_runtimes.py`).
+What needs a server of its own, or what a model said to be rewritten, is refused, never scored
+without.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
+from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes, bash_in
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
@@ -136,9 +138,10 @@ def _parsed(message: Message) -> Any:
 
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
 _TOOLSETS = "toolsets"
-# Of a task; verifiers gives the first three a runtime, and the last one's variables to it.
+_RUNTIME, _AGENT = "runtime", "agent"  # the task's own, and as the agent's user sees it
+# Of a task; verifiers gives the first three a runtime, and the last one's variables to it. Its
+# harness for one agent calls no `stage_verifier` and moves no `artifacts`.
 _HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env")
-_OF_BOX = ("agent_user", "skills", "artifacts")  # of a task's data
 
 
 class TaskSet(Settings):
@@ -151,6 +154,10 @@ class TaskSet(Settings):
     num_tasks: int | None = setting(
         None, "the number of tasks that are taken; None: all there are", least=1
     )
+    runtime: dict | str | None = setting(
+        None, "the container of a task: verifiers' config of a runtime, such as {type: docker}, or "
+        "the dotted path of a vf.Runtime",
+    )  # fmt: skip
 
 
 class VerifiersEnv(ConversationEnv):
@@ -195,8 +202,14 @@ class VerifiersEnv(ConversationEnv):
         return toolsets
 
     @functools.cached_property
+    def runtimes(self) -> Runtimes | None:
+        """What makes the tasks' runtimes; None: they have none."""
+        given = self.settings["runtime"]
+        return None if given is None else Runtimes(given)
+
+    @functools.cached_property
     def vf_tasks(self) -> list[Any]:
-        """The `vf.Task`s, by position, all of which can be done in this process."""
+        """The `vf.Task`s, by position, all of which can be done here."""
         count = self.settings["num_tasks"]
         require(
             not (count is None and not self.taskset.bounded), "num_tasks", None, "be a number",
@@ -206,7 +219,7 @@ class VerifiersEnv(ConversationEnv):
             tasks = list(itertools.islice(iter(self.taskset), count))
         require(tasks, "taskset", self.settings["taskset"], "have tasks")
         for task in tasks:
-            _check_task(task)
+            _check_task(task, self.runtimes)
         return tasks
 
     def rows(self) -> Any:
@@ -226,23 +239,37 @@ class VerifiersEnv(ConversationEnv):
             "Make a task set of each, or give all of them all tools",
         )  # fmt: skip
         own = found[type(self.vf_tasks[0]).__name__]
-        return [*super().tools(), *own, *_tools_of(self.shared_toolsets)]
+        bash = [bash_in(None)] if self.runtimes and self.runtimes.has_bash else []
+        return [*super().tools(), *bash, *own, *_tools_of(self.shared_toolsets)]
 
     def tools_of(self, conversation: Conversation) -> Sequence[Callable[..., Any]]:
         trace = conversation.state[_TRACE]
-        return [
+        bound = [
             _bound(toolset, method, trace)
             for toolset in (*conversation.state[_TOOLSETS], *self.shared_toolsets)
             for method in _methods(toolset)
         ]
+        if self.runtimes is not None and self.runtimes.has_bash:
+            bound.append(bash_in(conversation.state[_AGENT]))
+        return bound
 
     async def start(self, conversation: Conversation) -> Any:
+        from verifiers.v1.rollout import resolve_agent_runtime
+        from verifiers.v1.utils.decorators import invoke
+
         task = self.vf_tasks[conversation.task["position"]]
+        trace = conversation.state[_TRACE] = new_trace(task)
+        if self.runtimes is not None:
+            runtime = conversation.state[_RUNTIME] = self.runtimes.make(task, trace.id)
+            await runtime.start()
+            await runtime.prepare_setup()
+            await invoke(task.setup, {"trace": trace, "runtime": runtime})
+            conversation.state[_AGENT] = await resolve_agent_runtime(runtime, task.data.agent_user)
+            await runtime.prepare_execution([])  # the policy's network, without routes to verifiers
         toolsets = conversation.state[_TOOLSETS] = _checked(type(task).toolsets(task.config))
         for toolset in toolsets:
             await toolset.setup()
             await toolset.setup_task(task.data)
-        conversation.state[_TRACE] = new_trace(task)
         return self.first_messages(conversation)
 
     async def stops(self, conversation: Conversation, results: Sequence[Message]) -> bool:
@@ -259,19 +286,36 @@ class VerifiersEnv(ConversationEnv):
         return False
 
     async def score(self, conversation: Conversation) -> float | None:
+        from verifiers.v1.utils.decorators import invoke
+
         task, trace = self._record(conversation)
         ending = "agent_completed"  # in verifiers' words, where no `@vf.stop` has stopped it
         if conversation.reply is not None and conversation.reply.tool_calls:
             has_turns = conversation.num_turns < self.settings["max_turns"]
             ending = "max_total_tokens" if has_turns else "max_turns"
         trace.stop(ending)
-        await task.score(trace)
+        runtime = conversation.state.get(_RUNTIME)
+        await invoke(task.finalize, {"trace": trace, "runtime": runtime})
+        await task.score(trace, runtime)
+        if runtime is not None and not await runtime.alive():  # what fails there looks like wrong
+            raise Away("the task's runtime has ended")
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
             raise RuntimeError(f"the rewards {unscored} of {type(task).__name__} gave no number")
         numbers = {name: value for name, value in trace.metrics.items() if value is not None}
         conversation.metrics.update({name: float(value) for name, value in numbers.items()})
         return float(trace.reward) if trace.rewards else None
+
+    async def end(self, conversation: Conversation) -> None:
+        runtime = conversation.state.pop(_RUNTIME, None)
+        if runtime is not None:
+            await runtime.stop()
+
+    def close(self) -> None:
+        """Ends the tasks' runtimes as well."""
+        super().close()
+        if self.runtimes is not None:
+            self.runtimes.close()
 
     def _record(
         self, conversation: Conversation, results: Sequence[Message] = ()
@@ -285,8 +329,8 @@ class VerifiersEnv(ConversationEnv):
         return self.vf_tasks[conversation.task["position"]], trace
 
 
-def _check_task(task: Any) -> None:
-    """Raises Problems for a task that cannot be done in this process."""
+def _check_task(task: Any, runtimes: Runtimes | None) -> None:
+    """Raises Problems for a task that cannot be done in this process and such a runtime."""
     import verifiers.v1 as vf
     from verifiers.v1.session import hook_boundary
     from verifiers.v1.utils.decorators import discover_decorated
@@ -299,19 +343,24 @@ def _check_task(task: Any) -> None:
     scoring += [judge.score for judge in task.plugged_judges()]
     takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
     wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
-    boxed = [name for name in _OF_BOX if getattr(task.data, name)]
+    data, alone = task.data, runtimes is None
+    boxed = (task.NEEDS_CONTAINER, data.image, data.agent_user, data.artifacts)
+    name = f"task {type(task).__name__} number {data.idx}"
     reasons = {
-        "it runs in a container": task.NEEDS_CONTAINER or task.data.image is not None,
-        f"{boxed} are of the box in which an agent runs": boxed,
+        "it runs in a container": alone and any(boxed),
+        f"{sorted([*hooks, *wants])} want a runtime": alone and (hooks or wants),
+        "skills are installed by verifiers' harnesses": data.skills,
         f"@vf.intercept of {rewriting} rewrites what was sampled": rewriting,
         f"@vf.stop of {stops} looks at requests or responses, of which there are none": stops,
-        f"{sorted([*hooks, *wants])} want a runtime": hooks or wants,
-        "it has no prompt, and waits for a user to begin": task.data.prompt is None,
+        "it has no prompt, and waits for a user to begin": data.prompt is None,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")
-    require(not reason, f"task {type(task).__name__} number {task.data.idx}", ...,
-            "need nothing but this process", reason, "Train with verifiers' harness against "
-            "/inference/v1/generate of rllib serve")  # fmt: skip
+    require(not reason, name, ..., "need nothing but this process, and a runtime where one is set",
+            reason, "Set runtime, as {type: docker}, if it wants one; else train with verifiers' "
+            "harness against /inference/v1/generate of rllib serve")  # fmt: skip
+    if runtimes is not None:
+        with blamed_on(name, ..., "fit the runtime", remedy="Give another runtime"):
+            runtimes.config_of(task)
 
 
 def _checked(toolsets: Sequence[Any]) -> list[Any]:
