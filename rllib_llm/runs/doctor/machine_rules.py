@@ -278,8 +278,8 @@ def _sampler_bytes(
                 default = "bf16" if config.mixed_precision else "none"
                 kept = str(settings.get("quantization", default))
                 size = sizes.get(name) or (policy if name == "reference" else 0)
-                key = "judge" if name == "reward_model" else "model", str(settings.get("model")), kept
-                frozen[key] = size * FROZEN_BYTES.get(kept, 4.0)
+                kind = "judge" if name == "reward_model" else "model"
+                frozen[kind, str(settings.get("model")), kept] = size * FROZEN_BYTES.get(kept, 4.0)
     return total + sum(frozen.values())
 
 
