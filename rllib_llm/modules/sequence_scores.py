@@ -129,12 +129,6 @@ def write_score_normalization(folder: str | Path, mean: float, std: float) -> No
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def drop_score_normalization(config: Any) -> None:
-    """Removes mean and std of raw scores from a config, if it has them."""
-    for key in (MEAN_KEY, STD_KEY):
-        vars(config).pop(key, None)
-
-
 def read_score_normalization(source: Any) -> tuple[float, float] | None:
     """Returns (mean, std) of raw scores, or None where none were stored.
 
