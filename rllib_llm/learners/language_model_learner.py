@@ -50,6 +50,7 @@ from rllib_llm.learners.sharding import GradientSums, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
 from rllib_llm.modules.shards import local_data
 from rllib_llm.numerics.learning_rate import learning_rate_factor
+from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.shared import columns
 from rllib_llm.shared.columns import IMAGE_ROW, moved, remember_all
 from rllib_llm.shared.errors import require
@@ -286,6 +287,15 @@ class LanguageModelLearner(SharedPasses):
             there[name] = move(column, self._device)
         remember_all(there)
         return there
+
+    def loss_of_texts(self, texts: Mapping[str, Any]) -> tuple[float, int]:
+        """(cross-entropy in nats, target tokens), summed over this learner's share of texts."""
+        total, num_tokens = 0.0, 0
+        for micro_batch, outputs in self.evaluated(self._on_device(texts)):
+            mask = micro_batch[columns.LOSS_MASK]
+            total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
+            num_tokens += int(mask.sum())
+        return total, num_tokens
 
     @contextmanager
     def _training(self, place: int) -> Iterator[None]:

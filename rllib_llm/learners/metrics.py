@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,27 +66,25 @@ class WeightedMeans:
 
         uncounted: a name whose count is also that of totals that were not counted.
         """
-        number = _fetched([*self._totals.values(), *self._counts.values()])
-        counts = {name: sum(map(number, parts)) for name, parts in self._counts.items()}
+        lists = [*self._totals.values(), *self._counts.values()]
+        # Those on a GPU are fetched all at once.
+        remote = [p for parts in lists for p in parts if isinstance(p, torch.Tensor) and p.is_cuda]
+        numbers = torch.stack([part.double() for part in remote]).tolist() if remote else []
+        known = {id(part): number for part, number in zip(remote, numbers, strict=True)}
+
+        def sum_of(parts: list[torch.Tensor | float]) -> float:
+            return sum(known[id(p)] if id(p) in known else float(p) for p in parts)
+
+        counts = {name: sum_of(parts) for name, parts in self._counts.items()}
         counts = dict.fromkeys(self._totals, counts.get(uncounted, 0)) | counts
         means = {
-            name: sum(map(number, self._totals[name])) / count
+            name: sum_of(self._totals[name]) / count
             for name, count in counts.items()
             if count > 0 and name in self._totals
         }
         self._totals.clear()
         self._counts.clear()
         return means
-
-
-def _fetched(
-    lists: Iterable[list[torch.Tensor | float]],
-) -> Callable[[torch.Tensor | float], float]:
-    """The number in each part of the lists; those on a GPU have been fetched all at once."""
-    remote = [p for parts in lists for p in parts if isinstance(p, torch.Tensor) and p.is_cuda]
-    numbers = torch.stack([part.double() for part in remote]).tolist() if remote else []
-    known = {id(part): number for part, number in zip(remote, numbers, strict=True)}
-    return lambda part: known[id(part)] if id(part) in known else float(part)
 
 
 # --- the settings that were used ----------------------------------------------------------------

@@ -6,7 +6,6 @@ PPO-ptx (Ouyang et al. 2022, eq. 2): PPO with a critic and a KL to the reference
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,22 +148,16 @@ class RLOOLearner(GroupLearner):
     def row_advantages(
         self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        return self._advantages_of(scores, groups, valid, masked_whiten)
+        advantages = leave_one_out(scores, groups, valid)
+        return masked_whiten(advantages, valid) if self.config.whiten_advantages else advantages
 
     def rollout_advantages(
         self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        whiten = partial(self.whitened, batch)
-        return self._advantages_of(scores, batch[columns.GROUP], valid, whiten)
-
-    def _advantages_of(
-        self, scores: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor,
-        whiten: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
-        advantages = leave_one_out(scores, groups, valid)
-        if not self.config.whiten_advantages:
-            return advantages
-        return whiten(advantages.unsqueeze(1), valid.unsqueeze(1)).squeeze(1)
+        """Those of each environment for themselves, where `whiten_advantages` acts."""
+        groups, parts = batch[columns.GROUP], self._by_environment(batch)
+        found = [self.row_advantages(scores, groups, valid & rows) for _, rows in parts]
+        return found[0] if len(found) == 1 else torch.stack(found).sum(dim=0)
 
 
 class ReinforcePPLearner(RLHFLearner):
@@ -289,15 +282,8 @@ class PPOPtxLearner(RLHFLearner):
     def held_out_ptx_loss(self) -> tuple[float, int]:
         """(cross-entropy in nats, tokens), summed over this learner's share of the held-out
         pretraining texts, if there are any; weights and position are untouched."""
-        total, num_tokens = 0.0, 0
-        if self._ptx_eval_source is None:
-            return total, num_tokens
-        texts = self._on_device(self._ptx_eval_source.batch(0, len(self._ptx_eval_source)))
-        for micro_batch, outputs in self.evaluated(texts):
-            mask = micro_batch[columns.LOSS_MASK]
-            total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
-            num_tokens += int(mask.sum())
-        return total, num_tokens
+        source = self._ptx_eval_source
+        return (0.0, 0) if source is None else self.loss_of_texts(source.batch(0, len(source)))
 
     def get_extra_state(self) -> dict[str, Any]:
         return {**super().get_extra_state(), "num_ptx_texts": self.num_ptx_texts}

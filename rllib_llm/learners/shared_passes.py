@@ -30,7 +30,7 @@ from rllib_llm.learners.batching import (
 from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_reference
 from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
-from rllib_llm.modules.precision import multiplies_by_onednn, use_onednn, warn_of_emulation
+from rllib_llm.modules.precision import multiplies_by_onednn, warn_of_emulation
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
@@ -239,10 +239,8 @@ def frozen_policy(
     frozen = load_quantized(
         load_causal_lm, source, quantization=quantization, device=first,
         dtype=dtype or module.computing_dtype or learner.config.dtype,
+        products="onednn" if multiplies_by_onednn(model) else "mkl",  # equal weights, equal numbers
     )  # fmt: skip
-    frozen.requires_grad_(False)
-    if multiplies_by_onednn(model):  # of equal weights equal numbers
-        use_onednn(frozen)
     if learner.is_sharded:
         shard_reference(frozen, policy_device)
     return frozen

@@ -41,11 +41,7 @@ class SFTLearner(LanguageModelLearner):
 
     def evaluate_batch(self, batch: Batch) -> dict[str, float]:
         """{"loss": nats per target token, "num_tokens"} of texts, weights untouched."""
-        total, count = 0.0, 0
-        for micro_batch, outputs in self.evaluated(self._on_device(batch)):
-            mask = micro_batch[columns.LOSS_MASK]
-            total += float(cross_entropy_tokens(outputs[columns.TEXT_LOGPROBS], mask).sum())
-            count += int(mask.sum())
+        total, count = self.loss_of_texts(batch)
         return {"loss_sum": total, "loss_count": count}
 
 

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field, StrictBool, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +40,7 @@ from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
+from rllib_llm.shared.setting import plain
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -68,9 +68,11 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
         for key in lora if key not in allowed
     )  # fmt: skip
     settings = {**dict.fromkeys(PASSED_ON), **DEFAULTS, **lora}
-    for key, (is_right, rule) in _RULES.items():
+    for key, (kind, rule) in _RULES.items():
         value = settings[key]
-        if not is_right(value) and not (key in PASSED_ON and value is None):
+        try:
+            TypeAdapter(kind | None if key in PASSED_ON else kind).validate_python(plain(value))
+        except ValidationError:
             yield Problem(f"lora.{key}", f"be {rule}", value=value)
     picks_layers = settings["layers_to_transform"] is not None
     targets, pattern = settings["target_modules"], settings["layers_pattern"]
@@ -81,56 +83,27 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("lora.layers_pattern", "come with lora.layers_to_transform", value=pattern)
 
 
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _is_rank(value: Any) -> bool:
-    return _is_layer(value) and 1 <= value < 2**16
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_alpha(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_pattern(value: Any) -> bool:
-    """Whether it is a text that peft can match names with."""
-    try:
-        return isinstance(value, str) and bool(value.strip()) and bool(re.compile(value))
-    except re.error:
-        return False
-
-
-def _is_one_or_list(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: (
-        bool(value) and all(map(is_one, value))
-        if isinstance(value, list | tuple | set) else is_one(value)
-    )  # fmt: skip
-
-
-def _is_table(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(
-        _is_pattern(name) and is_value(one) for name, one in value.items()
-    )
-
-
+_Layer = Annotated[int, Field(strict=True, ge=0)]
+_Rank = Annotated[int, Field(strict=True, ge=1, lt=2**16)]
+_Alpha = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+# A text that peft can match names with.
+_Name = Annotated[str, Field(strict=True, pattern=r"\S"),
+                  AfterValidator(TypeAdapter(re.Pattern).validate_python)]  # fmt: skip
+_Names = _Name | Annotated[list[_Name], Field(min_length=1)]
 _NAMES = "a name, a regular expression or a list of names"
-# Of each setting: what is right, in Python and in words.
-_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
-    "r": (_is_rank, "a whole number from 1 to 65535"),
-    "alpha": (_is_alpha, "a finite number above 0"),
-    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "in [0, 1)"),
-    "target_modules": (_is_one_or_list(_is_pattern), f"'all-linear', {_NAMES}"),
-    "alpha_pattern": (_is_table(_is_alpha), "a mapping of names to finite numbers above 0"),
-    "exclude_modules": (_is_one_or_list(_is_pattern), _NAMES),
-    "layers_pattern": (_is_one_or_list(_is_pattern), _NAMES),
-    "layers_to_transform": (_is_one_or_list(_is_layer), "the number of a layer, or a list of them"),
-    "rank_pattern": (_is_table(_is_rank), "a mapping of names to whole numbers from 1 to 65535"),
-    "use_rslora": (lambda value: isinstance(value, bool), "True or False"),
+# Of each setting: what is right, as a type and in words.
+_RULES: Mapping[str, tuple[Any, str]] = MappingProxyType({
+    "r": (_Rank, "a whole number from 1 to 65535"),
+    "alpha": (_Alpha, "a finite number above 0"),
+    "dropout": (Annotated[float, Field(strict=True, ge=0, lt=1)], "in [0, 1)"),
+    "target_modules": (_Names, f"'all-linear', {_NAMES}"),
+    "alpha_pattern": (dict[_Name, _Alpha], "a mapping of names to finite numbers above 0"),
+    "exclude_modules": (_Names, _NAMES),
+    "layers_pattern": (_Names, _NAMES),
+    "layers_to_transform": (_Layer | Annotated[list[_Layer], Field(min_length=1)],
+                            "the number of a layer, or a list of them"),
+    "rank_pattern": (dict[_Name, _Rank], "a mapping of names to whole numbers from 1 to 65535"),
+    "use_rslora": (StrictBool, "True or False"),
 })  # fmt: skip
 
 

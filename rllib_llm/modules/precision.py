@@ -20,7 +20,6 @@ float16 needs. Norms and softmax inside the layers are computed in float32, as t
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -32,27 +31,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rllib_llm.shared.errors import SettingWarning, require, warning
-from rllib_llm.shared.process import multiplies_bfloat16, processor_features
+from rllib_llm.shared.process import cpu_info, multiplies_bfloat16
 
 LIBRARIES = ("mkl", "onednn")
 
 
-def faster_library(
-    features: Callable[[], frozenset[str]] = processor_features,
-    cpuinfo: str | Path = "/proc/cpuinfo",
-) -> str:
+def faster_library(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
     """The member of `LIBRARIES` that is faster on this kind of processor: oneDNN on AMD's from Zen
     4 on. Decided by the kind, not by timing, so that a later run computes the same, whatever the
     machine's load."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    try:
-        text = Path(cpuinfo).read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
-    is_zen = "AuthenticAMD" in text and family is not None and int(family[1]) >= 25
+    found = cpu_info(cpuinfo)
+    is_zen = found.get("vendor_id") == "AuthenticAMD" and int(found.get("cpu family", 0)) >= 25
     # Zen 3 is of family 25 too, and has no AVX512.
-    return "onednn" if both and is_zen and "avx512f" in features() else "mkl"
+    has_avx512 = "avx512f" in found.get("flags", "").split()
+    return "onednn" if both and is_zen and has_avx512 else "mkl"
 
 
 class _Torch:

@@ -11,7 +11,7 @@ from rllib_llm.modules.hugging_face_module import HuggingFaceModule
 from rllib_llm.modules.images import images_of
 from rllib_llm.modules.pretrained import load_sequence_classifier, score_head
 from rllib_llm.modules.rl_modules import stack_pairs
-from rllib_llm.modules.sequence_scores import drop_score_normalization, sequence_scores
+from rllib_llm.modules.sequence_scores import MEAN_KEY, STD_KEY, sequence_scores
 from rllib_llm.modules.tokenizer import load_tokenizer
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import require
@@ -30,7 +30,8 @@ class RewardModelModule(HuggingFaceModule):
         self.model = load_sequence_classifier(
             config["pretrained_model"], dtype=config["dtype"], new_head=True, seed=config["seed"]
         )
-        drop_score_normalization(self.model.config)  # of the scores before this training
+        for key in (MEAN_KEY, STD_KEY):  # of the scores before this training
+            vars(self.model.config).pop(key, None)
         self.freeze_towers()
         self.save_memory(self.model)
         outputs = score_head(self.model).out_features

@@ -117,27 +117,16 @@ def label_index(config: PretrainedConfig, label: int | str | None = None) -> int
 MEAN_KEY, STD_KEY = "rllib_llm_score_mean", "rllib_llm_score_std"
 
 
-def write_score_normalization(target: Any, mean: float, std: float) -> None:
-    """Stores mean and std of the raw scores in `target`: a model folder, or a config to be saved.
+def write_score_normalization(folder: str | Path, mean: float, std: float) -> None:
+    """Stores mean and std of the raw scores in a model's folder.
 
     Raises:
         ValueError: numbers that cannot normalise.
     """
     check_normalization(mean, std)
-    values = {MEAN_KEY: float(mean), STD_KEY: float(std)}
-    if not isinstance(target, (str, os.PathLike)):
-        for key, value in values.items():
-            setattr(target, key, value)
-        return
-    path = Path(target) / "config.json"
-    config = json.loads(path.read_text()) | values
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | {MEAN_KEY: float(mean), STD_KEY: float(std)}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def drop_score_normalization(config: Any) -> None:
-    """Removes mean and std of raw scores from a config, if it has them."""
-    for key in (MEAN_KEY, STD_KEY):
-        vars(config).pop(key, None)
 
 
 def read_score_normalization(source: Any) -> tuple[float, float] | None:

@@ -200,13 +200,9 @@ REMEDY = (
 )
 
 
-class KilledForMemory(RuntimeError):
-    """Ray killed trials for memory more often than `max_failures` allows; the message says which
-    processes used it and which settings to lower."""
-
-
-class ErrorCutShort(RuntimeError):
-    """A trial failed, and the reason could not be written to its folder, as on a full disk."""
+class NoRoomError(RuntimeError):
+    """Ray killed trials for memory more often than `max_failures` allows, and the message says
+    which processes used it; or a trial failed whose reason did not fit on the disk."""
 
 
 def fit(
@@ -222,8 +218,8 @@ def fit(
         tell: takes a sentence on what happened.
 
     Raises:
-        KilledForMemory: once more than `max_failures` times.
-        ErrorCutShort: a trial failed, and Tune cannot read why.
+        NoRoomError: Ray kills once more than `max_failures` times, or Tune cannot read why a trial
+            failed.
     """
     num_killed, before = 0, saved()
     while True:
@@ -231,7 +227,7 @@ def fit(
             return tuner.fit()
         except (EOFError, pickle.UnpicklingError):
             why = f"its reason could not be written: {os.strerror(errno.ENOSPC)}"
-            raise ErrorCutShort(f"a trial failed, and {why}") from None
+            raise NoRoomError(f"a trial failed, and {why}") from None
         except RuntimeError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise
@@ -239,7 +235,7 @@ def fit(
         if (now := saved()) != before:
             num_killed, before = 0, now
         if 0 <= max_failures <= num_killed:
-            raise KilledForMemory(f"{text} {REMEDY}")
+            raise NoRoomError(f"{text} {REMEDY}")
         num_killed += 1
         tell(f"{text} It continues from its last checkpoint. {REMEDY}")
         tuner = restored()

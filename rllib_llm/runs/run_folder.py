@@ -25,6 +25,7 @@ from typing import Any
 from rllib_llm.runs.experiments import KEYS, Experiment
 from rllib_llm.runs.results import StageResult, flatten, read_results
 from rllib_llm.shared.errors import Problem, Problems, report, require
+from rllib_llm.shared.process import cpu_info
 from rllib_llm.shared.run_layout import CHECKPOINTS, REPLACED, RESULTS, RUN_RECORD, RunFolder
 from rllib_llm.shared.storage import Place, UrlPath, place, read_json, remove, replace_text
 
@@ -249,13 +250,10 @@ def describe_environment(folder: Path | None = None) -> dict[str, str]:
     gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count() if is_cuda else 0))
     found = {
         "begun": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "Python": platform.python_version(),
-        "system": platform.platform(), "processor": platform.processor(),
+        "system": platform.platform(),
+        "processor": cpu_info().get("model name") or platform.processor(),
         "cores": str(os.cpu_count() or "?"), "GPUs": ", ".join(gpus) or "none",
     }  # fmt: skip
-    with contextlib.suppress(OSError):  # Linux's name for it says more
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if (model := re.search(r"^model name\s*: (.+)$", info, re.MULTILINE)) is not None:
-            found["processor"] = model[1]
     for name in PACKAGES:
         try:
             found[name] = version(name)

@@ -18,7 +18,7 @@ from rllib_llm.checkpoints.folder import newest_usable
 from rllib_llm.config.schema import resolve_classes
 from rllib_llm.data.rollouts import rollouts_of
 from rllib_llm.runs import default_callbacks
-from rllib_llm.runs.callbacks import ErrorCutShort, KilledForMemory, NewTerms, fit
+from rllib_llm.runs.callbacks import NewTerms, NoRoomError, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
 from rllib_llm.runs.model_card import MODEL_CARD, model_card
@@ -158,7 +158,7 @@ def run_stage(
             )  # fmt: skip
         except KeyboardInterrupt:
             raise StageInterrupted(f"{experiment.name} was stopped at once.") from None
-        except (KilledForMemory, ErrorCutShort) as error:
+        except NoRoomError as error:
             saved = RunFolder(folder).in_trials(CHECKPOINTS)
             goes_on_from = "the last checkpoint" if saved else "the beginning"
             raise StageFailed(f"{experiment.name}: {error}", goes_on_from) from None

@@ -138,14 +138,20 @@ _WITHOUT_BFLOAT16 = (
 
 
 @functools.cache
+def cpu_info(cpuinfo: str | Path = "/proc/cpuinfo") -> Mapping[str, str]:
+    """What Linux tells of the first processor: "model name", "cpu family", "flags", ...; {} where
+    it does not."""
+    try:
+        first = Path(cpuinfo).read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return {}
+    entries = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in entries}
+
+
 def processor_features() -> frozenset[str]:
     """ "amx_bf16", "avx512_bf16", ...; empty where Linux does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(next(lines, "").partition(":")[2].split())
+    return frozenset((cpu_info().get("flags") or cpu_info().get("Features", "")).split())
 
 
 def multiplies_bfloat16(

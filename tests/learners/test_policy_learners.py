@@ -11,10 +11,15 @@ from tests.algorithms.tiny_runs import MODEL, grpo, rloo
 from tests.learners import tiny_learners as tiny
 
 
-def prepared(config, scores, *, ref_gap=0.0, lengths=(1, 2, 1, 2, 1, 3), valid=None):
-    """`ref_gap`: KL of every token, k1, nats."""
+def prepared(config, scores, *, ref_gap=0.0, lengths=(1, 2, 1, 2, 1, 3), valid=None, envs=None,
+             own=None):  # fmt: skip
+    """`ref_gap`: KL of every token, k1, nats. `own`: in the place of the learner's method."""
     learner = tiny.build(config)
+    if own is not None:
+        learner.row_advantages = own
     batch = tiny.judged(learner, lengths)
+    if envs is not None:
+        batch[columns.ENVIRONMENT] = torch.tensor(envs)
     batch[columns.SCORES] = torch.tensor(scores)
     batch[columns.REF_LOGPROBS] = batch[columns.SAMPLER_LOGPROBS] - ref_gap
     if valid is not None:
@@ -62,6 +67,24 @@ def test_rloo_takes_the_kl_into_the_score_first():
     # KL is 0.5 a token, 0.1 of score: lengths 1, 2, 1, 2, 1, 3 give 0.9, 1.8, 5.9, -0.2, -0.1, 2.7.
     expected = [0.9 - 3.85, 1.8 - 3.4, 5.9 - 1.35, -0.2 - 1.3, -0.1 - 1.25, 2.7 + 0.15]
     assert rows == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("envs", [None, [0, 0, 0, 1, 1, 1]])
+def test_rloo_whitens_each_environment_for_itself(envs):
+    config = rloo(ref_kl_coeff=0.0, whiten_advantages=True)
+    rows = per_row(*prepared(config, [1.0, 2.0, 6.0, 0.0, 0.0, 3.0], envs=envs))
+    one, two = [-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]  # of mean 0
+    sums = [(9 + 2.25 + 20.25), (2.25 + 2.25 + 9)]
+    spreads = [(sum(sums) / 6) ** 0.5] * 2 if envs is None else [(each / 3) ** 0.5 for each in sums]
+    expected = [a / spreads[0] for a in one] + [a / spreads[1] for a in two]
+    assert rows == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_advantage_of_ones_own_takes_the_place_of_rloos():
+    """As docs/guides/algorithms.md says; it had no effect."""
+    rows = per_row(*prepared(rloo(ref_kl_coeff=0.0), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0],
+                             own=lambda scores, groups, valid: 2 * scores * valid))  # fmt: skip
+    assert rows == [2, 4, 12, 0, 0, 6]
 
 
 def test_rows_not_judged_stay_out_of_their_group():

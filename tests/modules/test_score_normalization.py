@@ -18,13 +18,6 @@ def test_what_is_written_into_a_folder_is_read_again(tmp_path):
     assert load_sequence_classifier(path).config.model_type == "llama"
 
 
-def test_what_is_written_into_a_config_is_saved_with_the_model(tmp_path):
-    model = tiny.llama_classifier()
-    write_score_normalization(model.config, -1.0, 0.5)
-    path = tiny.save(tmp_path, model, tiny.byte_tokenizer())
-    assert read_score_normalization(path) == (-1.0, 0.5)
-
-
 def test_dotted_paths_have_none_unless_their_config_says_so():
     assert read_score_normalization("tests.tiny_models.build_classifier") is None
 

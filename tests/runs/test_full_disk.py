@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from rllib_llm.runs.callbacks import ErrorCutShort, ResultLog, append_whole, fit
+from rllib_llm.runs.callbacks import NoRoomError, ResultLog, append_whole, fit
 from rllib_llm.runs.trial_checkpoints import KeepBestCheckpoint
 from rllib_llm.shared.messages import ACTIVITY_FILE, MESSAGES_FILE, MessageLog, TrialMessage
 from rllib_llm.shared.storage import BestEffort
@@ -104,5 +104,5 @@ def test_a_trial_s_error_that_was_cut_short_is_told_as_a_full_disk():
         def fit(self):
             return pickle.loads(b"")
 
-    with pytest.raises(ErrorCutShort, match=os.strerror(errno.ENOSPC)):
+    with pytest.raises(NoRoomError, match=os.strerror(errno.ENOSPC)):
         fit(Tuner(), Tuner, max_failures=0, tell=print)

@@ -92,7 +92,7 @@ def machine_rules(stage: Stage, machine: Machine, *, is_here: bool = True) -> It
     Args:
         is_here: Ray will be started on this machine, rather than being a cluster elsewhere.
     """
-    for rule in (memory_rules, precision_rules, place_rules, store_rules) if is_here else ():
+    for rule in (memory_rules, precision_rules, place_rules) if is_here else ():
         yield from rule(stage, machine)
     yield from server_rules(stage)
     if stage.is_rlhf and stage.config.envs:
@@ -143,23 +143,6 @@ def place_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
         yield warning("num_env_runners", rule, why, remedy, stage.num_samplers)
 
 
-def store_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
-    """Whether published weights fit into Ray's object store."""
-    config, folder = stage.config, stage.models().get("model")
-    if machine.shm_bytes is None or not stage.num_samplers or config.lora or not folder:
-        return
-    try:
-        size = num_parameters(folder) or 0
-    except TruncatedWeightsError:
-        return
-    num_versions = config.weights_keep + 1  # one more while it is published
-    weights = num_versions * size * _item_bytes(config)
-    if weights > machine.shm_bytes:
-        rule = f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)"
-        why = f"{machine.shm_bytes / GIB:.2f} GiB are free; Ray keeps the rest on disk, slowly"
-        yield warning("/dev/shm", rule, why, "docker run --shm-size, or use bfloat16 or lora")
-
-
 def server_rules(stage: Stage) -> Iterator[Problem]:
     """Servers that judge or generate, and do not answer."""
     named = [
@@ -195,7 +178,8 @@ TIGHT = 0.8  # of the memory
 
 def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     """The memory of each kind of process of a stage, against that of the machine, on GPUs of
-    the smallest; models of unknown size count as nothing."""
+    the smallest; published weights against Ray's object store; models of unknown size count as
+    nothing."""
     config, parts = stage.config, [*parts_of(stage)]
     try:
         sizes = {
@@ -205,6 +189,13 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     except TruncatedWeightsError:  # a finding of its own
         return
     policy, num_learners = sizes[""].get("model", 0), max(1, stage.num_learners)
+    if machine.shm_bytes is not None and stage.num_samplers and not config.lora:
+        num_versions = config.weights_keep + 1  # one more while it is published
+        weights = num_versions * policy * _item_bytes(config)
+        if weights > machine.shm_bytes:
+            rule = f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)"
+            why = f"{machine.shm_bytes / GIB:.2f} GiB are free; Ray keeps the rest on disk, slowly"
+            yield warning("/dev/shm", rule, why, "docker run --shm-size, or use bfloat16 or lora")
     learner = PROCESS_BYTES + _learner_bytes(stage, policy)
     shares = [("learner", num_learners, learner)]  # process, how many of them, bytes of each
     if stage.is_rlhf:
