@@ -139,8 +139,8 @@ _WITHOUT_BFLOAT16 = (
 
 @functools.cache
 def cpu_info(cpuinfo: str | Path = "/proc/cpuinfo") -> Mapping[str, str]:
-    """What Linux tells of the first processor: "model name", "cpu family", "flags", ...; {} where
-    it does not."""
+    """Entries of the first processor in Linux's list: "model name", "cpu family", "flags", ...; {}
+    on other systems."""
     try:
         first = Path(cpuinfo).read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
