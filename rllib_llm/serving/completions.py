@@ -191,7 +191,7 @@ class View:
     def __init__(self, context: RequestContext, body: Any, **names: Any) -> None:
         self.context, self.service, self.body, self.names = context, context.service, body, names
         self.options = getattr(body, "stream_options", None) or StreamOptions()
-        self.model: str | None = getattr(body, "model", None)
+        self.model: str | None = body.model
         self.whole: list[Piece] = []
         self.has_large_answer = False
 
@@ -406,7 +406,7 @@ class ChatView(View):
 
     def __init__(self, context: RequestContext, body: Any) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        name = f"chatcmpl-{context.answer_id(getattr(body, 'seed', None))}"
+        name = f"chatcmpl-{context.answer_id(body.seed)}"
         super().__init__(context, body, id=name, object=kind, created=int(time.time()))
         # Nine letters and digits, as Mistral's templates want them, and not made from the request's
         # id, which a client may repeat throughout a conversation.
