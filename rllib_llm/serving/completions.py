@@ -514,19 +514,15 @@ class ChatView(View):
         reply = self.format.parse(
             piece.token_ids, finish=finish or "length", prompt_ids=self.prompt, syntax=syntax
         )
-        most = 1 if self.body.parallel_tool_calls is False else None
-        whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:most]
-        broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
-        content = "\n".join(filter(None, [reply.content, *broken]))
-        message["content"] = content if content or not whole else None
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if not whole:
+        message, most = reply.as_message(), 1 if self.body.parallel_tool_calls is False else None
+        functions = [call["function"] for call in message.pop("tool_calls", ())][:most]
+        if not functions:
             return message, finish
+        message["content"] = message["content"] or None
         message["tool_calls"] = []
-        for k, call in enumerate(whole):
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            function = {"name": call.name, "arguments": arguments}
+        for k, called in enumerate(functions):
+            arguments = json.dumps(called["arguments"], ensure_ascii=False)
+            function = {"name": called["name"], "arguments": arguments}
             told = {"id": self._call_ids[i, k], "type": "function", "function": function}
             message["tool_calls"].append(told)
         return message, "tool_calls" if finish == "stop" else finish
