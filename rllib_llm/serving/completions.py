@@ -191,7 +191,7 @@ class View:
     def __init__(self, context: RequestContext, body: Any, **names: Any) -> None:
         self.context, self.service, self.body, self.names = context, context.service, body, names
         self.options = getattr(body, "stream_options", None) or StreamOptions()
-        self.model: str | None = getattr(body, "model", None)
+        self.model: str | None = body.model
         self.whole: list[Piece] = []
         self.has_large_answer = False
 
@@ -406,7 +406,7 @@ class ChatView(View):
 
     def __init__(self, context: RequestContext, body: Any) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        name = f"chatcmpl-{context.answer_id(getattr(body, 'seed', None))}"
+        name = f"chatcmpl-{context.answer_id(body.seed)}"
         super().__init__(context, body, id=name, object=kind, created=int(time.time()))
         # Nine letters and digits, as Mistral's templates want them, and not made from the request's
         # id, which a client may repeat throughout a conversation.
@@ -514,19 +514,15 @@ class ChatView(View):
         reply = self.format.parse(
             piece.token_ids, finish=finish or "length", prompt_ids=self.prompt, syntax=syntax
         )
-        most = 1 if self.body.parallel_tool_calls is False else None
-        whole = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")][:most]
-        broken = [c.raw for c in reply.tool_calls if c.status not in ("ok", "unknown_tool")]
-        content = "\n".join(filter(None, [reply.content, *broken]))
-        message["content"] = content if content or not whole else None
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if not whole:
+        message, most = reply.as_message(), 1 if self.body.parallel_tool_calls is False else None
+        functions = [call["function"] for call in message.pop("tool_calls", ())][:most]
+        if not functions:
             return message, finish
+        message["content"] = message["content"] or None
         message["tool_calls"] = []
-        for k, call in enumerate(whole):
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            function = {"name": call.name, "arguments": arguments}
+        for k, called in enumerate(functions):
+            arguments = json.dumps(called["arguments"], ensure_ascii=False)
+            function = {"name": called["name"], "arguments": arguments}
             told = {"id": self._call_ids[i, k], "type": "function", "function": function}
             message["tool_calls"].append(told)
         return message, "tool_calls" if finish == "stop" else finish

@@ -148,14 +148,14 @@ class ThreadHost(EngineLoop):
     def swap(self, weights: Mapping[str, torch.Tensor], serial: int) -> list[int]:
         """Loads weights for new rows; returns the versions held then, the newest first. May take a
         while. Weights of another model are a ValueError, and change nothing."""
+        tensors = dict(weights)
+        if self._by_name is not None:
+            named = named_as(self._by_name, tensors)
+            tensors = {TRUNK + name: tensor for name, tensor in named.items()}
         if self._loader is not None:
-            self._loader.load(dict(weights), serial)
-        elif self._by_name is not None:
-            named = named_as(self._by_name, dict(weights))
-            told = {TRUNK + name: tensor for name, tensor in named.items()}
-            self.load(told, serial, self._in_flight)
+            self._loader.load(tensors, serial)
         else:
-            self.load(dict(weights), serial, self._in_flight)
+            self.load(tensors, serial, self._in_flight)
         return self.do(lambda: self.engine.versions).result()
 
     def close(self) -> None:

@@ -241,8 +241,6 @@ class Choice:
     def end(self, ended: Ended) -> Piece:
         """The last piece; 500 where the model gave no numbers."""
         piece = Piece()
-        if self.is_done:
-            return piece
         refuse(ended.finish == "error",
                "The model's logits are not finite: its weights are broken.", status=500)
         piece.text = self._text.finish()

@@ -293,9 +293,8 @@ class RunningJob:
         if job.prompt_logprobs is not None:
             self._scoring = service.host.score(job.prompts, job.prompt_logprobs, job.version)
         seconds = self._settings.deadline_s
-        self._deadline = anyio.current_time() + seconds
         self._timer = asyncio.get_running_loop().call_later(
-            seconds, self._put, -1, deadline_passed(seconds)
+            seconds, self._fail, deadline_passed(seconds)
         )
 
     def _post(self, i: int, event: Tokens | Ended | BaseException) -> None:
@@ -308,6 +307,11 @@ class RunningJob:
     def _put(self, i: int, event: Tokens | Ended | BaseException) -> None:
         self._events.append((i, event))
         self._arrived.set()
+
+    def _fail(self, error: ApiError) -> None:
+        self._put(-1, error)
+        if self._scoring is not None:
+            settle(self._scoring, error)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
         events = self._events
@@ -351,10 +355,7 @@ class RunningJob:
         """The scores of each prompt."""
         assert self._scoring is not None
         try:
-            with anyio.fail_after(self._deadline - anyio.current_time()):
-                found = await asyncio.wrap_future(self._scoring)
-        except TimeoutError:
-            raise deadline_passed(self._settings.deadline_s) from None
+            found = await asyncio.wrap_future(self._scoring)
         except (ValueError, RuntimeError) as error:
             raise self._refusal(error) from error
         self.num_left -= len(found)

@@ -170,7 +170,7 @@ class Session:
                 piece.token_ids, piece.logprobs, versions, finish=finish
             )
             self._told[conversation, len(conversation.nodes) - 1] = _essence(told)
-            readable = [c for c in reply.tool_calls if c.status in ("ok", "unknown_tool")]
+            readable = [call for call in reply.tool_calls if call.arguments is not None]
             for call, sent in zip(readable, told.get("tool_calls") or (), strict=False):
                 self._own_ids[sent["id"]] = call.id
             return
@@ -217,7 +217,7 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Session] = OrderedDict()
+        self._held: dict[str, Session] = {}
         # Of those without rules, by key: their ids, and the sum of what is counted for them.
         self._of: defaultdict[bytes, OrderedDict[Session, str]] = defaultdict(OrderedDict)
         self._tokens: Counter[bytes] = Counter()
@@ -290,7 +290,6 @@ class Sessions:
         if found is None or found.owner != owner:
             message = f"session {session_id[:80]!r} is not here: another key's, over, or not begun."
             raise ApiError(404, message, "session_id", "session_not_found")
-        self._held.move_to_end(session_id)
         if found.rules is None:
             self._of[owner].move_to_end(found)
         return found

@@ -51,17 +51,16 @@ class AdapterMerger:
     def merged(self, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The trunk's weights with these adapters in them, which are under the names of the
         policy's state, or of the model's."""
-        own = self._adapted.state_dict()
-        named = {}
-        for name, tensor in adapters.items():
-            short = name.removeprefix(TRUNK)
-            named[short if short in own else name] = tensor
-        for name, tensor in named.items():
+        own, named = self._adapted.state_dict(), {}
+        for given, tensor in adapters.items():
+            short = given.removeprefix(TRUNK)
+            name = short if short in own else given
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(
                     f"lora must be the run's own: it publishes {name} of shape "
                     f"{tuple(tensor.shape)}, which these adapters do not have."
                 )
+            named[name] = tensor
         whole = copy.deepcopy(self._trunk)
         merge_into(whole, self._adapted, named)
         return whole.state_dict()

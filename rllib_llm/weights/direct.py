@@ -87,10 +87,10 @@ class DirectTransport:
             raise ModuleNotFoundError("weights_transport='nixl': pip install 'rllib-llm[nixl]'")
         slots, firsts, end = lay_out(tensors)
         wanted = end, next(iter(tensors.values())).device
-        unused = (each for each in self._buffers
-                  if (each.memory.nbytes, each.memory.device) == wanted and each.is_free)
-        buffer = next(unused, None)
-        if buffer is None:
+        for buffer in self._buffers:
+            if buffer.is_free and (buffer.memory.nbytes, buffer.memory.device) == wanted:
+                break
+        else:
             memory = torch.empty(end, dtype=torch.uint8, device=wanted[1])
             if self._transport == "nixl":
                 register_nixl_memory(memory)

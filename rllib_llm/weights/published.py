@@ -47,8 +47,3 @@ class PublishedWeights:
     def order(self) -> tuple[int, int]:
         """Grows with every publication; not with the same weights put into the store again."""
         return self.epoch, self.version
-
-    @property
-    def age_seconds(self) -> float:
-        """Seconds since the publication, by the clocks of both machines."""
-        return max(0.0, time.time() - self.published_at)

@@ -234,10 +234,11 @@ class WeightsReceiver:
         """Bytes and seconds of the last transfer and load, age of the weights in use in seconds;
         versions passed over (`skips`) and failed transfers by kind so far."""
         transfer, load, num_bytes = self.transfer_seconds, self.load_seconds, self._num_bytes
+        now = time.time()  # by this machine's clock, which may be behind the publisher's
         return {
             "bytes": float(num_bytes), "transfer_seconds": transfer, "load_seconds": load,
             "gb_per_s": num_bytes / 1e9 / (transfer + load) if transfer + load else 0.0,
-            "age_seconds": 0.0 if self.in_use is None else self.in_use.age_seconds,
+            "age_seconds": max(0.0, now - self.in_use.published_at) if self.in_use else 0.0,
             "skips": float(self.num_skipped), **failure_metrics(self.failures),
         }  # fmt: skip
 
