@@ -79,8 +79,11 @@ class Source(RolloutSource):
             num_prompts, max_staleness=0, num_parts=self.pool.num_parts, **rules
         )  # fmt: skip
         ledger = Ledger(rules)
-        dealt = DealtLeases(self.pool.actors, ledger, ServingSettings(2, env_filters=(filters,)))
-        workers = RemoteWorkers(self.pool, dealt, starvation=starvation)
+        settings = ServingSettings(2, env_filters=(filters,) * len(rules.env_weights))
+        dealt = DealtLeases(self.pool.actors, ledger, settings)
+        workers = RemoteWorkers(
+            self.pool, dealt, are_enough=rules.are_open, starvation=starvation
+        )
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
             tell=tell or (lambda num_groups: None),
@@ -214,6 +217,15 @@ def test_samplers_that_never_come_back_end_the_run(samplers):
     used.pool.start_limit = 0.05
     with pytest.raises(NoSamplersError, match="all samplers are gone"):
         used.sample()
+
+
+def test_the_last_sampler_of_an_environment_that_never_comes_back_ends_the_run(samplers):
+    group = ScriptedActors(samplers[:2], does=[DIES], revives_after=10**9)
+    used = source(group, env_weights=(1.0, 1.0), env_samplers=(("1",), ("2",)))
+    used.pool.start_limit = 0.05
+    with pytest.raises(NoSamplersError, match="all samplers that open an environment are gone"):
+        used.sample()
+    assert {worker for worker, _ in group.served} == {2}
 
 
 def test_a_sampler_that_hangs_while_it_starts_is_started_again(samplers, expected):
