@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 # Before Ray or torch are imported: worker processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,13 +96,6 @@ def pytest_collection_finish() -> None:
     """What is collected and imported stays: garbage collections need not look at it again."""
     gc.collect()
     gc.freeze()
-    if connectors := sys.modules.get("ray.rllib.connectors.connector_v2"):
-        # Each connector looks for its caller, with the source of all frames above, of which pytest
-        # has fifty: a third of the time in which a learner is built.
-        connectors.inspect = SimpleNamespace(
-            stack=lambda: [None, SimpleNamespace(frame=sys._getframe(2))],
-            getargvalues=inspect.getargvalues,
-        )
 
 
 @pytest.fixture(scope="session", autouse=True)

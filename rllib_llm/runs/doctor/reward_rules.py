@@ -55,7 +55,7 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 answer = term.call(batch)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code; told in its place)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (user code; told in its place)
             remedy = "Look at the function, at columns of the prompts, and at empty completions"
             if not all(isinstance(row.prompt, str) for row in chosen):
                 remedy = ("The prompts are chats, and so each completion is a list of messages: use "
