@@ -21,8 +21,7 @@ import psutil
 import ray
 
 from rllib_llm.overseer.link import Link
-from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Phases
+from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Oversight, Phases
 from rllib_llm.overseer.service import open_overseer
 
 SETTLE_S = 5.0  # until connections stand

@@ -151,6 +151,9 @@ class RLHF(LanguageModelAlgorithm):
         if self.config.store_rollouts:
             storage = getattr(self, "_storage", None)
             self.recorder = stored_rollouts(self.config, storage, self.trial_folder)
+        num_prompts = self.config.num_prompts_per_iteration
+        self._waits_for = f"sampling and judging completions of {num_prompts} prompts"
+        self._env_names = self.config.env_names
         self.rollouts = self.make_rollouts()
         self._publish()
         self.learner_group.publish = self._publish
@@ -202,8 +205,7 @@ class RLHF(LanguageModelAlgorithm):
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
             self.evaluate()
-        num_prompts = self.config.num_prompts_per_iteration
-        with self.phase(WAITING, f"sampling and judging completions of {num_prompts} prompts"):
+        with self.phase(WAITING, self._waits_for):
             sampled = self.rollouts.next()
         self.tell(sampled.messages)
         self.learn(sampled)
@@ -215,10 +217,8 @@ class RLHF(LanguageModelAlgorithm):
             given = with_images(sampled.columns, self._images_at)
             report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
-        fresh, env_weights = sampled.fresh, None
-        self.of_envs = of_environments(self.config.env_names, fresh, self.weights_version)
-        if self.env_weights is not None:
-            env_weights = self.env_weights.after(self.of_envs)
+        self.of_envs = of_environments(self._env_names, sampled.fresh, self.weights_version)
+        env_weights = None if self.env_weights is None else self.env_weights.after(self.of_envs)
         with self.phase(PUBLISHING):
             self.publish_next(env_weights, self.config.weights_publish_every)
 
@@ -411,7 +411,7 @@ class RLHF(LanguageModelAlgorithm):
         )  # fmt: skip
         groups["throughput"] = throughput(sampled, seconds)
         groups["env"] |= self.of_envs
-        for name in self.config.env_names:
+        for name in self._env_names:
             if (num := self.of_envs.get(f"{name}/episodes")) is not None:
                 groups["env"][f"{name}/eps"] = num / seconds["iteration"]
         self.note(groups, self.num_episodes, sampled.num_rollouts / seconds["iteration"])

@@ -46,9 +46,9 @@ from rllib_llm.learners.optimizer import (
     offloaded_step,
     whole_state,
 )
-from rllib_llm.learners.sharding import GradientSums, gradient_norm
+from rllib_llm.learners.sharding import GradientSums
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
-from rllib_llm.modules.shards import local_data
+from rllib_llm.modules.shards import gradient_norm, local_data
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.shared import columns

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
-from rllib_llm.modules.shards import local_data
 from rllib_llm.modules.trunk import reads_dense, take_apart
 
 _BUCKET_BYTES = 64 * 1024**2
@@ -103,15 +102,6 @@ def _layers(module: nn.Module) -> list[nn.Module]:
         if isinstance(model, PreTrainedModel):
             names.update(model._no_split_modules or ())
     return [part for part in module.modules() if type(part).__name__ in names]
-
-
-def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients, a scalar; for sharded weights over all learners."""
-    if not any(local_data(grad) is not grad for grad in grads):
-        return torch.nn.utils.get_total_norm(grads)
-    square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
 
 
 class GradientSums:
