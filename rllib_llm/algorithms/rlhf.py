@@ -189,14 +189,18 @@ class RLHF(LanguageModelAlgorithm):
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 
-        replay = None
-        if self.config.replay_groups:
-            from rllib_llm.rollouts.replay import open_replay  # few runs need it
+        config, replay = self.config, None
+        if config.replay_groups:
+            from rllib_llm.rollouts.replay import ReplayBuffer  # few runs need it
 
-            replay = open_replay(self.config)
+            replay = ReplayBuffer(
+                num_groups=config.replay_groups, max_uses=config.replay_max_uses,
+                capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
+                recency=config.replay_recency, seed=config.seed or 0, env_names=config.env_names,
+            )  # fmt: skip
         return open_rollouts(
-            self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
-            self.config.serving_settings(), folder=self.trial_folder / "ledger",
+            self._pools[self.env_runner_group], self.env_runner, config.stream_rules(),
+            config.serving_settings(), folder=self.trial_folder / "ledger",
             recorder=self.recorder, publish_again=self._publish_again,
             tell=lambda num_prompts: self.phase.progress(f"{num_prompts} are there"),
             replay=replay,

@@ -35,7 +35,7 @@ from rllib_llm.rollouts.groups import (
 )
 from rllib_llm.rollouts.mixture import Mixture, News
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
+from rllib_llm.rollouts.schedule import Free, Lockstep, StreamRules, texts_are_due
 from rllib_llm.shared.process import TimeLimit
 from rllib_llm.weights.published import PublishedWeights
 
@@ -73,7 +73,8 @@ class Ledger:
             self.table, self.leases, max_rejected=rules.max_rejected, max_failed=rules.num_groups,
             keeps_rejected=keeps_rejected,
         )  # fmt: skip
-        self._schedule = open_schedule(rules, self.table, self._outcomes)
+        schedule = Lockstep if rules.schedule == "lockstep" else Free
+        self._schedule = schedule(rules, self.table, self._outcomes)
         self.mixture = Mixture(rules.env_weights, rules.mix_by, rules.num_groups)
 
     @property

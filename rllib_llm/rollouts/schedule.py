@@ -471,9 +471,3 @@ class Free(Schedule):
     def fit(self, entries: Sequence[Entry], first: int) -> None:
         for entry in entries:
             entry.turn = None
-
-
-def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> Schedule:
-    """The schedule that the rules name."""
-    kind = Lockstep if rules.schedule == "lockstep" else Free
-    return kind(rules, table, outcomes)
