@@ -377,7 +377,8 @@ class StaticLlamaStep:
         if recorded is None or not fits or (wasteful and pays):
             recorded = self._record(rows, cache)
         logits = recorded.replay()
-        cache.advance()
+        for layer in cache.layers:  # `StaticLayer`s have written the position
+            layer.length += 1
         return logits[:rows]
 
     def _allocate(self, cache: SharedPromptCache) -> None:

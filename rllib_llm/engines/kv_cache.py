@@ -230,11 +230,6 @@ class SharedPromptCache(Cache):
         """Positions that fit."""
         return self.layers[0].capacity
 
-    def advance(self) -> None:
-        """Counts one more position, written by `StaticLayer`s."""
-        for layer in self.layers:
-            layer.length += 1
-
     def admit(self, prompts: SharedPromptCache, copies: list[int], room: tuple[int, int]) -> None:
         """See `SharedPromptLayer.admit`."""
         for layer, prompt_layer in zip(self.layers, prompts.layers, strict=True):

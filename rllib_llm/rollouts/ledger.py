@@ -86,13 +86,15 @@ class Ledger:
         """Makes a call of the driver or of a sampler, by its name."""
         silent, self._called = self._clock() - self._called, self._clock()
         if silent > SILENT_SECONDS:
-            self.leases.grant(self._called + GRANTED_SECONDS)
+            for entry in self.leases.entries():
+                entry.deadline = max(entry.deadline, self._called + GRANTED_SECONDS)
         return getattr(self, name)(*args)
 
     def was_away(self, seconds: float) -> None:
         """Puts off all deadlines: no sampler could renew a lease or hand anything in meanwhile."""
         self._called += seconds
-        self.leases.put_off_all(seconds)
+        for entry in self.leases.entries():
+            entry.put_off(seconds)
 
     def close(self) -> None:
         """Stops giving out work, and wakes all waiting samplers: here there are none."""
@@ -304,7 +306,8 @@ class Ledger:
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
-        self.leases.put_off(sampler, seconds)
+        for entry in self.leases.entries(sampler):
+            entry.put_off(seconds)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""
