@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rllib_llm.learners.optimizer import buckets
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
@@ -202,17 +203,3 @@ def _leaves(loss: Tensor) -> list[Tensor]:
             leaves.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
     return leaves
-
-
-def buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype and at least `bucket_bytes` but for the last."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for param in params:
-        if bucket and (size >= bucket_bytes or param.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(param)
-        size += param.nbytes
-    if bucket:
-        yield bucket
