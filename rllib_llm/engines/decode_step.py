@@ -174,7 +174,8 @@ def _experts_kept(model: nn.Module, cache: PromptCache) -> Iterator[None]:
         return
     with routed(model) as chosen:
         yield
-    cache.keep_experts(chosen.by_token())
+    new = chosen.by_token().unflatten(0, (cache.layers[0].num_rows, -1)).unsqueeze(1)
+    cache.layers[-1].update(new, new[..., :0])
 
 
 def _with_value(

@@ -317,12 +317,13 @@ class Leases:
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: OrderedDict[int, int] = OrderedDict()  # leases by position, the last ones
-        self._expired: list[tuple[str, str]] = []  # not yet reported to the driver
+        # (sampler, why) of leases that ended without an answer, not yet reported to the driver.
+        self.expired: list[tuple[str, str]] = []
 
     def begin(self, num_given: int = 0) -> None:
         """None is held; those given before, or `num_given` others, are refused from now on."""
         self.num_given = max(self.num_given, num_given) + _GENERATION
-        self._held, self._of_closed, self._expired = {}, OrderedDict(), []
+        self._held, self._of_closed, self.expired = {}, OrderedDict(), []
         self._leases_of, self._none_late_before = {}, float("inf")
 
     def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
@@ -419,15 +420,10 @@ class Leases:
             silent, limit = now - held[0].leased_at, self._limit
             why = (f"it had cores and gave no answer in {silent:.0f} s (sampler_timeout_s="
                    f"{limit.setting!r}; slowest answer so far {limit.slowest:.1f} s)")  # fmt: skip
-            self._expired.append((sampler, why))
+            self.expired.append((sampler, why))
             for lease in self._of_sampler(sampler):
                 self.num_expired += 1
                 self.end(lease)
-
-    def take_expired(self) -> list[tuple[str, str]]:
-        """(sampler, why) of leases that ended without an answer since the last call."""
-        taken, self._expired = self._expired, []
-        return taken
 
     # --- closed groups -------------------------------------------------------------------------
 

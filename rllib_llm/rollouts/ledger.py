@@ -183,6 +183,7 @@ class Ledger:
 
     def _answer(self, groups: list[JudgedGroup] | None, num_seen: int) -> Answer:
         failures, self._failures = self._failures, []
+        expired, self.leases.expired = self.leases.expired, []
         closed, num_closed = self._outcomes.unseen(num_seen)
         return Answer(
             groups,
@@ -192,7 +193,7 @@ class Ledger:
                 e.group is not None for e in islice(self.table, self.rules.num_compared)
             ),
             failures=tuple(failures),
-            expired=tuple(self.leases.take_expired()),
+            expired=tuple(expired),
             missing=tuple(self._missing()),
             ending=self._outcomes.ending(),
         )
