@@ -45,11 +45,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
+from rllib_llm.algorithms.evaluation import open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
 from rllib_llm.algorithms.results import (
@@ -350,12 +351,32 @@ class RLHF(LanguageModelAlgorithm):
         return published
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
-        """As RLlib's, but evaluation samplers get the weights that are published already, with the
-        request, as training's do."""
+        """As RLlib's, without its broadcast of the state: evaluation samplers get the weights with
+        the request, as training's do, so that the whole model need not be copied to them twice.
+
+        Raises:
+            Problems: the algorithm was built without evaluation samplers.
+        """
+        config, group = self.config, self.eval_env_runner_group
+        require(
+            group is not None, "evaluation_interval", None, "be at least 1",
+            "else there are no samplers for it", "Set it, large where only evaluate() is called",
+        )  # fmt: skip
         when = "" if self.weights_version else " before training"
-        activity = f"evaluating {self.config.evaluation_duration} completions{when}"
+        activity = f"evaluating {config.evaluation_duration} completions{when}"
+        options = {"algorithm": self, "metrics_logger": self.metrics}
         with self.phase(EVALUATING, activity):
-            return evaluate_by_request(self)
+            make_callback(
+                "on_evaluate_start", self.callbacks, config.callbacks_on_evaluate_start,
+                kwargs=options,
+            )  # fmt: skip
+            config.custom_evaluation_function(self, group)
+            results = self.metrics.peek(EVALUATION_RESULTS, default={}, latest_merged_only=True)
+            make_callback(
+                "on_evaluate_end", self.callbacks, config.callbacks_on_evaluate_end,
+                kwargs={**options, "evaluation_metrics": results},
+            )  # fmt: skip
+        return results
 
     def verify_weights(self) -> dict[int, list[str]]:
         """Parameters that are not bit for bit as published, by sampler; {} when all is well.

@@ -270,7 +270,6 @@ def _judged(batches: list[JudgedBatch]) -> list[JudgedBatch]:
 
 
 def _largest(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest number of each name."""
     names = dict.fromkeys(name for each in numbers for name in each)
     return {name: max(each.get(name, 0.0) for each in numbers) for name in names}
 

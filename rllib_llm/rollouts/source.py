@@ -250,7 +250,6 @@ class RolloutSource:
         return {**self._saved(), **replay}
 
     def _saved(self) -> dict[str, Any]:
-        """The state as it is."""
         ledger = self._ledger.call("state")
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
