@@ -34,11 +34,10 @@ class Part:
         self.number = number
         self.phase, part = Phases(STARTING), f"{kind} {number}"
         self.oversight = Oversight(self.phase, str)
-        if kind == "trial":
-            self.oversight.join(Path(folder), part, trial="t")
-        elif kind == "sampler":
+        report = self.oversight.report if kind == "trial" else self.phase.report
+        if kind in ("trial", "sampler"):
             facts = {"kind": kind, "trial": "t"}
-            self.link = Link(Path(folder), part, lambda: {**facts, **self.phase.report()})
+            self.link = Link(Path(folder), part, lambda: {**facts, **report()})
 
     def cpu_seconds(self) -> float:
         """That its process has taken."""

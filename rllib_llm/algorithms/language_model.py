@@ -222,9 +222,14 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self.config = frozen_with(self.config, _overseer=place)
         if not overseen:
             return
-        self.oversight.join(
-            folder, f"trial {trial}", trial=trial, stage=folder.name, algorithm=type(self).__name__
-        )
+        from rllib_llm.overseer.link import Link  # few runs are overseen
+
+        facts = {"kind": "trial", "trial": trial, "stage": folder.name,
+                 "algorithm": type(self).__name__}  # fmt: skip
+        self.oversight.link = Link(
+            folder, f"trial {trial}", lambda: {**facts, **self.oversight.report()},
+            restarts_hung=True,
+        )  # fmt: skip
 
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As RLlib's, which makes a dict of the config for every result: once suffices."""

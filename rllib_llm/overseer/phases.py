@@ -19,13 +19,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rllib_llm.shared.process import CpuClock
-
-if TYPE_CHECKING:
-    from rllib_llm.overseer.link import Link
 
 # Phases of the process that learns.
 LEARNING, PUBLISHING, EVALUATING = "learning", "publishing weights", "evaluating"
@@ -266,7 +262,7 @@ class Oversight:
 
     def __init__(self, phase: Phases, scale_samplers: Callable[[int], str]) -> None:
         self.paused = False
-        self.link: Link | None = None  # of a run that has an overseer
+        self.link: Any = None  # the `link.Link` of a run that has an overseer
         self._phase, self._scale_samplers = phase, scale_samplers
         self._cpu = CpuClock()
         self._samplers_starved = 0.0  # seconds, of those that this process waited for
@@ -274,14 +270,12 @@ class Oversight:
         self._iteration = 0
         self._marks: dict[str, bool] = {}
 
-    def join(self, folder: Path, part: str, **facts: Any) -> None:
-        """Reports to the overseer of the Tune run in `folder` from now on, and obeys it."""
-        from rllib_llm.overseer.link import Link  # few runs are overseen
-
-        self.link = Link(folder, part, lambda: {
-            "kind": "trial", **facts, **self._phase.report(), "iteration": self._iteration,
+    def report(self) -> dict[str, Any]:
+        """The report to an overseer."""
+        return {
+            **self._phase.report(), "iteration": self._iteration,
             "recent_seconds": self.recent_seconds(), "paused": self.paused,
-        }, restarts_hung=True)  # fmt: skip
+        }  # fmt: skip
 
     def close(self) -> None:
         """Ends the reports."""
@@ -330,7 +324,7 @@ class Oversight:
         """Carries out the commands; a paused trial waits here, its result with it. Returns the
         marks for that result: what Tune is to do with it."""
         while self.link is not None and (command := self.link.next_command()) is not None:
-            self._carry_out(self.link, command)
+            self._carry_out(command)
         self._wait(lambda: bool(self._marks))
         marks, self._marks = self._marks, {}
         return marks
@@ -350,9 +344,9 @@ class Oversight:
         with self._phase(PAUSED, f"{PAUSED}: rllib resume goes on"):
             while self.paused and not ends() and link.is_open:
                 if (command := link.next_command(POLL_S)) is not None:
-                    self._carry_out(link, command)
+                    self._carry_out(command)
 
-    def _carry_out(self, link: Link, command: Mapping[str, Any]) -> None:
+    def _carry_out(self, command: Mapping[str, Any]) -> None:
         name, iteration, refused = command["name"], self._iteration, False
         if name == "pause":
             self.paused = True
@@ -371,4 +365,4 @@ class Oversight:
             if name == "stop":
                 self.paused, self._marks[STOP_RUN] = False, True
                 text += "; then the run ends"
-        link.answer(command, text, refused=refused)
+        self.link.answer(command, text, refused=refused)
