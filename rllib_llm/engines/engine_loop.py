@@ -137,8 +137,8 @@ class EngineLoop:
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
         if on_tokens is not None:
-            events = asyncio.get_running_loop()
-            on_tokens = functools.partial(events.call_soon_threadsafe, on_tokens)
+            call: Any = asyncio.get_running_loop().call_soon_threadsafe
+            on_tokens = functools.partial(call, on_tokens)
         future = self.submit(token_ids, params, on_tokens=on_tokens, **asked)
         return await asyncio.wrap_future(future)
 
