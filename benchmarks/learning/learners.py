@@ -43,9 +43,9 @@ from rllib_llm import SFTConfig
 from rllib_llm.algorithms.sft import SFT
 from rllib_llm.examples import arithmetic
 from rllib_llm.learners.batching import row_lengths
-from rllib_llm.learners.sharding import local_data
 from rllib_llm.learners.shared_passes import SharedPasses
 from rllib_llm.learners.supervised_learners import SFTLearner
+from rllib_llm.modules.shards import local_data
 from rllib_llm.shared import columns
 
 COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single")  # as FSDP2 calls

@@ -21,8 +21,7 @@ import psutil
 import ray
 
 from rllib_llm.overseer.link import Link
-from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Phases
+from rllib_llm.overseer.phases import LEARNING, STARTING, WAITING, Oversight, Phases
 from rllib_llm.overseer.service import open_overseer
 
 SETTLE_S = 5.0  # until connections stand
@@ -35,11 +34,10 @@ class Part:
         self.number = number
         self.phase, part = Phases(STARTING), f"{kind} {number}"
         self.oversight = Oversight(self.phase, str)
-        if kind == "trial":
-            self.oversight.join(Path(folder), part, trial="t")
-        elif kind == "sampler":
+        report = self.oversight.report if kind == "trial" else self.phase.report
+        if kind in ("trial", "sampler"):
             facts = {"kind": kind, "trial": "t"}
-            self.link = Link(Path(folder), part, lambda: {**facts, **self.phase.report()})
+            self.link = Link(Path(folder), part, lambda: {**facts, **report()})
 
     def cpu_seconds(self) -> float:
         """That its process has taken."""

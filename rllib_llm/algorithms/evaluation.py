@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
@@ -41,7 +40,7 @@ from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
-from rllib_llm.shared.errors import Problem, Problems, require
+from rllib_llm.shared.errors import Problem, Problems
 
 
 def pass_metrics(
@@ -157,31 +156,6 @@ def open_eval_envs(algorithm: Any) -> dict[str, tuple[Any, EnvRunnerGroup]]:
 
 
 logger = logging.getLogger(__name__)
-
-
-def evaluate_by_request(algorithm) -> dict[str, Any]:
-    """`Algorithm.evaluate` without RLlib's state broadcast: samplers receive weights with the
-    request, so the whole state of the model need not be copied to them twice.
-
-    Raises:
-        Problems: the algorithm was built without evaluation samplers.
-    """
-    config, group = algorithm.config, algorithm.eval_env_runner_group
-    require(
-        group is not None, "evaluation_interval", None, "be at least 1",
-        "else there are no samplers for it", "Set it, large where only evaluate() is called",
-    )  # fmt: skip
-    options = {"algorithm": algorithm, "metrics_logger": algorithm.metrics}
-    make_callback(
-        "on_evaluate_start", algorithm.callbacks, config.callbacks_on_evaluate_start, kwargs=options
-    )
-    config.custom_evaluation_function(algorithm, group)
-    results = algorithm.metrics.peek(key=EVALUATION_RESULTS, default={}, latest_merged_only=True)
-    make_callback(
-        "on_evaluate_end", algorithm.callbacks, config.callbacks_on_evaluate_end,
-        kwargs={**options, "evaluation_metrics": results},
-    )  # fmt: skip
-    return results
 
 
 def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any], int, int]:

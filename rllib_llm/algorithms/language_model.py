@@ -39,8 +39,7 @@ from rllib_llm.algorithms.results import HEADLINE, with_headline
 from rllib_llm.checkpoints.algorithm import WholeCheckpoints, in_its_folder
 from rllib_llm.checkpoints.folder import make_readable
 from rllib_llm.learners.metrics import MEANS, MESSAGES, NUM_PARAMETERS, REPORT
-from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.overseer.phases import SAVING, STARTING, Phases
+from rllib_llm.overseer.phases import SAVING, STARTING, Oversight, Phases
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import (
@@ -158,7 +157,7 @@ class LanguageModelAlgorithm(WholeCheckpoints):
 
     def tell(self, messages: list[TrialMessage]) -> None:
         """Writes messages to the trial's folder, from where the command shows warnings."""
-        if self._message_log is not None:
+        if messages and self._message_log is not None:
             self._message_log.write(messages, self.iteration + 1)
 
     def _show(self, activity: str) -> None:
@@ -223,9 +222,14 @@ class LanguageModelAlgorithm(WholeCheckpoints):
             self.config = frozen_with(self.config, _overseer=place)
         if not overseen:
             return
-        self.oversight.join(
-            folder, f"trial {trial}", trial=trial, stage=folder.name, algorithm=type(self).__name__
-        )
+        from rllib_llm.overseer.link import Link  # few runs are overseen
+
+        facts = {"kind": "trial", "trial": trial, "stage": folder.name,
+                 "algorithm": type(self).__name__}  # fmt: skip
+        self.oversight.link = Link(
+            folder, f"trial {trial}", lambda: {**facts, **self.oversight.report()},
+            restarts_hung=True,
+        )  # fmt: skip
 
     def get_auto_filled_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As RLlib's, which makes a dict of the config for every result: once suffices."""

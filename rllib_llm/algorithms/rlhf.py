@@ -45,11 +45,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm.algorithms.evaluation import evaluate_by_request, open_eval_envs
+from rllib_llm.algorithms.evaluation import open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
 from rllib_llm.algorithms.results import (
@@ -151,6 +152,9 @@ class RLHF(LanguageModelAlgorithm):
         if self.config.store_rollouts:
             storage = getattr(self, "_storage", None)
             self.recorder = stored_rollouts(self.config, storage, self.trial_folder)
+        num_prompts = self.config.num_prompts_per_iteration
+        self._waits_for = f"sampling and judging completions of {num_prompts} prompts"
+        self._env_names = self.config.env_names
         self.rollouts = self.make_rollouts()
         self._publish()
         self.learner_group.publish = self._publish
@@ -186,14 +190,18 @@ class RLHF(LanguageModelAlgorithm):
         """Where batches come from; algorithms that sample otherwise override it."""
         from rllib_llm.rollouts.source import open_rollouts
 
-        replay = None
-        if self.config.replay_groups:
-            from rllib_llm.rollouts.replay import open_replay  # few runs need it
+        config, replay = self.config, None
+        if config.replay_groups:
+            from rllib_llm.rollouts.replay import ReplayBuffer  # few runs need it
 
-            replay = open_replay(self.config)
+            replay = ReplayBuffer(
+                num_groups=config.replay_groups, max_uses=config.replay_max_uses,
+                capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
+                recency=config.replay_recency, seed=config.seed or 0, env_names=config.env_names,
+            )  # fmt: skip
         return open_rollouts(
-            self._pools[self.env_runner_group], self.env_runner, self.config.stream_rules(),
-            self.config.serving_settings(), folder=self.trial_folder / "ledger",
+            self._pools[self.env_runner_group], self.env_runner, config.stream_rules(),
+            config.serving_settings(), folder=self.trial_folder / "ledger",
             recorder=self.recorder, publish_again=self._publish_again,
             tell=lambda num_prompts: self.phase.progress(f"{num_prompts} are there"),
             replay=replay,
@@ -202,8 +210,7 @@ class RLHF(LanguageModelAlgorithm):
     def training_step(self) -> None:
         if self.position == 0 and self.config.evaluation_interval and self.eval_metrics is None:
             self.evaluate()
-        num_prompts = self.config.num_prompts_per_iteration
-        with self.phase(WAITING, f"sampling and judging completions of {num_prompts} prompts"):
+        with self.phase(WAITING, self._waits_for):
             sampled = self.rollouts.next()
         self.tell(sampled.messages)
         self.learn(sampled)
@@ -215,10 +222,8 @@ class RLHF(LanguageModelAlgorithm):
             given = with_images(sampled.columns, self._images_at)
             report = self.update_learners(given, sampled.num_rows, self.weights_version)
             self._record_trained(sampled, report)
-        fresh, env_weights = sampled.fresh, None
-        self.of_envs = of_environments(self.config.env_names, fresh, self.weights_version)
-        if self.env_weights is not None:
-            env_weights = self.env_weights.after(self.of_envs)
+        self.of_envs = of_environments(self._env_names, sampled.fresh, self.weights_version)
+        env_weights = None if self.env_weights is None else self.env_weights.after(self.of_envs)
         with self.phase(PUBLISHING):
             self.publish_next(env_weights, self.config.weights_publish_every)
 
@@ -346,12 +351,32 @@ class RLHF(LanguageModelAlgorithm):
         return published
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, Any]:
-        """As RLlib's, but evaluation samplers get the weights that are published already, with the
-        request, as training's do."""
+        """As RLlib's, without its broadcast of the state: evaluation samplers get the weights with
+        the request, as training's do, so that the whole model need not be copied to them twice.
+
+        Raises:
+            Problems: the algorithm was built without evaluation samplers.
+        """
+        config, group = self.config, self.eval_env_runner_group
+        require(
+            group is not None, "evaluation_interval", None, "be at least 1",
+            "else there are no samplers for it", "Set it, large where only evaluate() is called",
+        )  # fmt: skip
         when = "" if self.weights_version else " before training"
-        activity = f"evaluating {self.config.evaluation_duration} completions{when}"
+        activity = f"evaluating {config.evaluation_duration} completions{when}"
+        options = {"algorithm": self, "metrics_logger": self.metrics}
         with self.phase(EVALUATING, activity):
-            return evaluate_by_request(self)
+            make_callback(
+                "on_evaluate_start", self.callbacks, config.callbacks_on_evaluate_start,
+                kwargs=options,
+            )  # fmt: skip
+            config.custom_evaluation_function(self, group)
+            results = self.metrics.peek(EVALUATION_RESULTS, default={}, latest_merged_only=True)
+            make_callback(
+                "on_evaluate_end", self.callbacks, config.callbacks_on_evaluate_end,
+                kwargs={**options, "evaluation_metrics": results},
+            )  # fmt: skip
+        return results
 
     def verify_weights(self) -> dict[int, list[str]]:
         """Parameters that are not bit for bit as published, by sampler; {} when all is well.
@@ -411,7 +436,7 @@ class RLHF(LanguageModelAlgorithm):
         )  # fmt: skip
         groups["throughput"] = throughput(sampled, seconds)
         groups["env"] |= self.of_envs
-        for name in self.config.env_names:
+        for name in self._env_names:
             if (num := self.of_envs.get(f"{name}/episodes")) is not None:
                 groups["env"][f"{name}/eps"] = num / seconds["iteration"]
         self.note(groups, self.num_episodes, sampled.num_rollouts / seconds["iteration"])

@@ -98,10 +98,6 @@ class BatchRows:
         for i, known in enumerate(self.settings):
             if known.params == params:
                 return i
-        self.settings.append(self._on_device(params))
-        return len(self.settings) - 1
-
-    def _on_device(self, params: SamplingParams) -> RowSettings:
         # Ids beyond the vocabulary are never sampled: some models name stop tokens of others.
         ids = [token for token in params.stop_token_ids if token < self._vocab_size]
         stops = torch.tensor(ids, device=self.device) if ids else None
@@ -112,7 +108,8 @@ class BatchRows:
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(values, dtype=torch.float32, device=self.device),
             )
-        return RowSettings(params, stops, bias, bool(params.adjustments))
+        self.settings.append(RowSettings(params, stops, bias, bool(params.adjustments)))
+        return len(self.settings) - 1
 
     def keep(self, moves: Moves) -> None:
         """Removes finished rows."""
@@ -420,11 +417,6 @@ class PromptQueue(deque[PromptGroup]):
                 self.append(group)
             elif stays:
                 self.append(group.of(stays, []))
-
-    def forget_prefixes(self) -> None:
-        """Invalidates all cached prefixes after a change of weights."""
-        for i, group in enumerate(self):
-            self[i] = replace(group, prefix=None)
 
     def fitting(self, free: float, max_tokens: int | None, whatever: bool) -> int:
         """The number of first groups that have together at most `free` rows, and at most

@@ -174,7 +174,8 @@ def _experts_kept(model: nn.Module, cache: PromptCache) -> Iterator[None]:
         return
     with routed(model) as chosen:
         yield
-    cache.keep_experts(chosen.by_token())
+    new = chosen.by_token().unflatten(0, (cache.layers[0].num_rows, -1)).unsqueeze(1)
+    cache.layers[-1].update(new, new[..., :0])
 
 
 def _with_value(
@@ -377,7 +378,8 @@ class StaticLlamaStep:
         if recorded is None or not fits or (wasteful and pays):
             recorded = self._record(rows, cache)
         logits = recorded.replay()
-        cache.advance()
+        for layer in cache.layers:  # `StaticLayer`s have written the position
+            layer.length += 1
         return logits[:rows]
 
     def _allocate(self, cache: SharedPromptCache) -> None:

@@ -359,7 +359,6 @@ class Decoder:
         return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
 
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
-        """Prefills prompts of similar length."""
         copies = [len(group.columns) for group in groups]
         ids, mask = padded(groups)
         longest = ids.shape[1]

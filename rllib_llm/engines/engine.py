@@ -225,7 +225,15 @@ def check_decoding(model: nn.Module) -> None:
         blamed_on("model", name, rule, remedy=remedy),
         fixed_experts(model) if is_half else contextlib.nullcontext(),
     ):
-        expected = _without_cache(model, ids)
+        whole, shorter = (
+            model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, -3:].float()
+            for row in (ids, ids[_PADDING:])
+        )
+        expected = {
+            "prompts": torch.stack([whole[0], shorter[0]]),
+            "first step": torch.stack([whole[1], shorter[1]]),
+            "second step": shorter[2:],
+        }
         for step, logits in _with_cache(model, ids):
             if not bool(expected[step].isfinite().all()):
                 break  # of the weights, which is found while sampling
@@ -242,18 +250,6 @@ def check_decoding(model: nn.Module) -> None:
             "without mixed_precision, or an off_policy correction", name,
         )])  # fmt: skip
     setattr(model, _PASSED, True)
-
-
-def _without_cache(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    whole, shorter = (
-        model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, -3:].float()
-        for row in (ids, ids[_PADDING:])
-    )
-    return {
-        "prompts": torch.stack([whole[0], shorter[0]]),
-        "first step": torch.stack([whole[1], shorter[1]]),
-        "second step": shorter[2:],
-    }
 
 
 def _with_cache(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -136,14 +136,11 @@ class EngineLoop:
     ) -> Ended:  # fmt: skip
         """As `complete`, for an event loop, in which `on_tokens` is called, too. Cancelled, it
         takes the completion out of the engine."""
-        events = asyncio.get_running_loop()
-
-        def in_events(tokens: Tokens) -> None:
-            assert on_tokens is not None
-            events.call_soon_threadsafe(on_tokens, tokens)
-
-        called = None if on_tokens is None else in_events
-        return await asyncio.wrap_future(self.submit(token_ids, params, on_tokens=called, **asked))
+        if on_tokens is not None:
+            call: Any = asyncio.get_running_loop().call_soon_threadsafe
+            on_tokens = functools.partial(call, on_tokens)
+        future = self.submit(token_ids, params, on_tokens=on_tokens, **asked)
+        return await asyncio.wrap_future(future)
 
     def abort(self, future: Future[Ended]) -> None:
         """Takes a completion out of the engine; its future then has the partial output, with

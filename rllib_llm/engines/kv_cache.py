@@ -210,11 +210,6 @@ class SharedPromptCache(Cache):
         super().__init__(layers=[SharedPromptLayer(capacity) for _ in range(count)])
         self.keeps_experts = keeps_experts
 
-    def keep_experts(self, experts: torch.Tensor) -> None:
-        """Appends the experts [tokens, layers * k] of the positions that a pass has appended."""
-        new = experts.unflatten(0, (self.layers[0].num_rows, -1)).unsqueeze(1)
-        self.layers[-1].update(new, new[..., :0])
-
     def move_rows(self, sources: torch.Tensor, targets: torch.Tensor, num_rows: int) -> None:
         """See `SharedPromptLayer.move_rows`."""
         for layer in self.layers:
@@ -229,11 +224,6 @@ class SharedPromptCache(Cache):
     def capacity(self) -> int:
         """Positions that fit."""
         return self.layers[0].capacity
-
-    def advance(self) -> None:
-        """Counts one more position, written by `StaticLayer`s."""
-        for layer in self.layers:
-            layer.length += 1
 
     def admit(self, prompts: SharedPromptCache, copies: list[int], room: tuple[int, int]) -> None:
         """See `SharedPromptLayer.admit`."""

@@ -286,7 +286,6 @@ class TokenCompletions(ServerEngine):
 
 
 def _read(row: Row, asked: tuple[int, int] | None, answer: Any, *, has_adapters: bool) -> Ended:
-    """The completion in an answer."""
     choice = answer["choices"][0]
     ids, entries = [int(i) for i in choice["token_ids"]], choice["logprobs"]["content"]
     if choice["finish_reason"] not in ("stop", "length") or not ids:

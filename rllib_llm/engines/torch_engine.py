@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -277,7 +278,9 @@ class TorchEngine(Engine):
     def _put(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self._decoder.close()  # it holds copies of the weights
         self._kept.clear()
-        self._decoder.queue.forget_prefixes()
+        queue = self._decoder.queue
+        for i, group in enumerate(queue):
+            queue[i] = replace(group, prefix=None)
         # What is in the batch was begun with other weights.
         self._decoder.wanted.clear()
         self._decoder.taken_along.clear()

@@ -143,14 +143,17 @@ class VLLMEngine(Engine):
             check_heads(text_config(config), model)
         sees = is_multimodal(config)
         is_bounded = on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+        # Without adapters the policy's weights are loaded before it is asked; not those of towers.
+        loading: dict[str, Any] = {"load_format": "auto" if sees else "dummy"}
+        if lora is not None:
+            most = max(rank for _, rank in _ranks(lora))
+            largest = min(rank for rank in _LORA_RANKS if rank >= most)
+            loading = {"enable_lora": True, "max_lora_rank": largest}
         self._llm = vllm.LLM(
             **{
                 "model": folder,
                 "dtype": dtype,
-                # Without adapters the policy's weights are loaded before it is asked; not those of
-                # towers.
-                **({"load_format": "auto" if sees else "dummy"} if lora is None
-                   else _lora_settings(lora)),
+                **loading,
                 "skip_tokenizer_init": not sees,  # which its processor needs
                 "enable_prefix_caching": True,  # completions of a group share their prompt
                 # Raw ones see no temperature, processed ones see truncation, too.
@@ -348,12 +351,6 @@ class VLLMEngine(Engine):
 def _num_versions(config: Any) -> int:
     """How many versions of adapters vLLM keeps: those of the rows in flight, and the newest."""
     return config.max_staleness + 2
-
-
-def _lora_settings(lora: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for adapters with these settings."""
-    most = max(rank for _, rank in _ranks(lora))
-    return {"enable_lora": True, "max_lora_rank": min(r for r in _LORA_RANKS if r >= most)}
 
 
 def _ranks(lora: dict[str, Any]) -> list[tuple[str, int]]:

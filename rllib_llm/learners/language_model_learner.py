@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -46,9 +46,8 @@ from rllib_llm.learners.optimizer import (
     offloaded_step,
     whole_state,
 )
-from rllib_llm.learners.sharding import GradientSums, gradient_norm
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
-from rllib_llm.modules.shards import local_data
+from rllib_llm.modules.shards import gradient_norm, local_data
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.shared import columns
@@ -57,6 +56,9 @@ from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener, TrialMessage
 from rllib_llm.shared.process import keep_freed_memory
 from rllib_llm.weights.transport import WeightsExporter
+
+if TYPE_CHECKING:
+    from rllib_llm.learners.sharding import GradientSums
 
 STATE_KEY = "rllib_llm"  # our share of the learner's state
 
@@ -312,7 +314,7 @@ class LanguageModelLearner(SharedPasses):
         others, self._accumulated = self._accumulated, []
         before = self.means.copy()
         if is_last and self._sums_gradients:
-            self._sums = GradientSums(self._trained())
+            self._sums = self._new_sums()
         if self._router_aux_coeff:
             self.means.add_count("train/router_aux_loss", 1)
         try:
@@ -389,7 +391,7 @@ class LanguageModelLearner(SharedPasses):
         self._accumulated = []
         params = self._trained()
         if self._sums_gradients:
-            (self._sums or GradientSums(params)).finish()
+            (self._sums or self._new_sums()).finish()
             self._sums = None
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
@@ -422,6 +424,11 @@ class LanguageModelLearner(SharedPasses):
     def _sums_gradients(self) -> bool:
         """Whether gradients are summed over learners here; those of shards are as they are made."""
         return self.distributed and self._sharded is None
+
+    def _new_sums(self) -> GradientSums:
+        from rllib_llm.learners.sharding import GradientSums  # of several learners
+
+        return GradientSums(self._trained())
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [param for param in self._params.values() if param.requires_grad]

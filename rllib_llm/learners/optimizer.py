@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rllib_llm.learners.sharding import buckets
 from rllib_llm.modules.shards import gather, shard_like
 
 # --- which weights decay ------------------------------------------------------------------------
@@ -131,6 +130,20 @@ def _to_host(state: dict[str, Any], hosts: dict[str, torch.Tensor]) -> None:
             if hosts[name] is not value:
                 hosts[name].copy_(value, non_blocking=True)
             state[name] = hosts[name]
+
+
+def buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype and at least `bucket_bytes` but for the last."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for param in params:
+        if bucket and (size >= bucket_bytes or param.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(param)
+        size += param.nbytes
+    if bucket:
+        yield bucket
 
 
 # --- its state: whole tensors on the CPU, however weights are cut -------------------------------

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rllib_llm.learners.optimizer import buckets
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.modules.precision import trained_weight
 from rllib_llm.modules.rl_modules import ValueHead
-from rllib_llm.modules.shards import local_data
 from rllib_llm.modules.trunk import reads_dense, take_apart
 
 _BUCKET_BYTES = 64 * 1024**2
@@ -103,15 +103,6 @@ def _layers(module: nn.Module) -> list[nn.Module]:
         if isinstance(model, PreTrainedModel):
             names.update(model._no_split_modules or ())
     return [part for part in module.modules() if type(part).__name__ in names]
-
-
-def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients, a scalar; for sharded weights over all learners."""
-    if not any(local_data(grad) is not grad for grad in grads):
-        return torch.nn.utils.get_total_norm(grads)
-    square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
 
 
 class GradientSums:
@@ -212,17 +203,3 @@ def _leaves(loss: Tensor) -> list[Tensor]:
             leaves.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
     return leaves
-
-
-def buckets(params: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype and at least `bucket_bytes` but for the last."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for param in params:
-        if bucket and (size >= bucket_bytes or param.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(param)
-        size += param.nbytes
-    if bucket:
-        yield bucket

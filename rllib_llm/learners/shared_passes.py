@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
@@ -27,13 +27,15 @@ from rllib_llm.learners.batching import (
     take_rows,
     trim,
 )
-from rllib_llm.learners.sharding import ShardedModule, shard_module, shard_reference
 from rllib_llm.modules.logprobs import ReferencePolicy
 from rllib_llm.modules.lora import adapters_off, has_adapters
 from rllib_llm.modules.precision import multiplies_by_onednn, warn_of_emulation
 from rllib_llm.modules.pretrained import load_causal_lm
 from rllib_llm.modules.rl_modules import CausalLMModule
 from rllib_llm.shared import columns
+
+if TYPE_CHECKING:
+    from rllib_llm.learners.sharding import ShardedModule
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -83,6 +85,8 @@ class SharedPasses(TorchLearner):
             ours.make_computing_copies()
             warn_of_emulation(ours.computing_dtype, self._device)
             return
+        from rllib_llm.learners.sharding import shard_module  # few runs need it
+
         self._sharded = shard_module(
             ours, torch.device(self._device), param_dtype=ours.computing_dtype
         )
@@ -242,5 +246,7 @@ def frozen_policy(
         products="onednn" if multiplies_by_onednn(model) else "mkl",  # equal weights, equal numbers
     )  # fmt: skip
     if learner.is_sharded:
+        from rllib_llm.learners.sharding import shard_reference  # few runs need it
+
         shard_reference(frozen, policy_device)
     return frozen

@@ -129,12 +129,14 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         for i, (name, config) in enumerate(self._configs.items()):
             if name in self.envs:
                 env = self.envs[name]
-                params = functools.partial(self._sampling_params, config, policy)
                 names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__)
                 path = next((SAMPLERS[name] for name in names if name in SAMPLERS), None)
                 samplers[i] = (Sampler if path is None else import_dotted(path))(
                     SamplingEnvironment(env, self.worker_index, i if name else None), policy,
-                    params=functools.cache(params),  # asked for with each request
+                    # Asked for with each request.
+                    params=functools.cache(lambda explore, own=config: SamplingParams.of(
+                        own, policy.pad_token_id, policy.stop_token_ids, greedy=not explore
+                    )),
                     seed=(self.config.seed or 0) + EVALUATION_SEED * bool(config.in_evaluation),
                     name=str(self), phase=self._phase, on_judged=self._on_judged,
                 )  # fmt: skip
@@ -226,12 +228,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
             spaces=self.get_spaces(), inference_only=True
         ).rl_module_specs[DEFAULT_MODULE_ID]
         return spec.build().to(self._device)
-
-    def _sampling_params(
-        self, config: Any, policy: SamplingPolicy, explore: bool
-    ) -> SamplingParams:
-        ids = policy.pad_token_id, policy.stop_token_ids
-        return SamplingParams.of(config, *ids, greedy=not explore)
 
     def make_module(self) -> None:
         """RLlib's; the policy makes its module itself."""

@@ -114,6 +114,11 @@ class Entry:
     group: JudgedGroup | None = None
     partial: tuple[PartialCompletion, ...] = ()
 
+    def put_off(self, seconds: float) -> None:
+        """Takes seconds in which its sampler could not work out of the time of its lease."""
+        self.leased_at += seconds
+        self.deadline += seconds
+
     @property
     def num_tokens(self) -> int:
         """Tokens that are there of it."""
@@ -312,12 +317,13 @@ class Leases:
         self._none_late_before = float("inf")
         self._num_remembered = num_remembered
         self._of_closed: OrderedDict[int, int] = OrderedDict()  # leases by position, the last ones
-        self._expired: list[tuple[str, str]] = []  # not yet reported to the driver
+        # (sampler, why) of leases that ended without an answer, not yet reported to the driver.
+        self.expired: list[tuple[str, str]] = []
 
     def begin(self, num_given: int = 0) -> None:
         """None is held; those given before, or `num_given` others, are refused from now on."""
         self.num_given = max(self.num_given, num_given) + _GENERATION
-        self._held, self._of_closed, self._expired = {}, OrderedDict(), []
+        self._held, self._of_closed, self.expired = {}, OrderedDict(), []
         self._leases_of, self._none_late_before = {}, float("inf")
 
     def give(self, sampler: str, entries: Sequence[Entry], now: float) -> int:
@@ -387,31 +393,16 @@ class Leases:
                 entry.deadline = _deadline(entry, limit, now)
         return held
 
-    def put_off(self, sampler: str, seconds: float) -> None:
-        """Takes seconds in which a sampler could not work out of the time of its leases."""
-        for lease in self._of_sampler(sampler):
-            for entry in self._held[lease].values():
-                entry.leased_at += seconds
-                entry.deadline += seconds
-
-    def put_off_all(self, seconds: float) -> None:
-        """Extends all deadlines by the time in which there was no ledger."""
-        for sampler in self._leases_of:
-            self.put_off(sampler, seconds)
-
-    def _entries(self) -> Iterator[Entry]:
-        return itertools.chain.from_iterable(held.values() for held in self._held.values())
-
-    def grant(self, until: float) -> None:
-        """Ends no lease before then, since their holders cannot renew them."""
-        for entry in self._entries():
-            entry.deadline = max(entry.deadline, until)
+    def entries(self, sampler: str | None = None) -> Iterator[Entry]:
+        """The groups that are leased to a sampler; None: to any."""
+        leases = self._held if sampler is None else self._of_sampler(sampler)
+        return itertools.chain.from_iterable(self._held[lease].values() for lease in leases)
 
     def has_late(self, now: float) -> bool:
         """Whether the time of a lease is up."""
         if now <= self._none_late_before:
             return False
-        deadlines = (entry.deadline for entry in self._entries())
+        deadlines = (entry.deadline for entry in self.entries())
         self._none_late_before = min(deadlines, default=float("inf"))
         return self._none_late_before < now
 
@@ -429,15 +420,10 @@ class Leases:
             silent, limit = now - held[0].leased_at, self._limit
             why = (f"it had cores and gave no answer in {silent:.0f} s (sampler_timeout_s="
                    f"{limit.setting!r}; slowest answer so far {limit.slowest:.1f} s)")  # fmt: skip
-            self._expired.append((sampler, why))
+            self.expired.append((sampler, why))
             for lease in self._of_sampler(sampler):
                 self.num_expired += 1
                 self.end(lease)
-
-    def take_expired(self) -> list[tuple[str, str]]:
-        """(sampler, why) of leases that ended without an answer since the last call."""
-        taken, self._expired = self._expired, []
-        return taken
 
     # --- closed groups -------------------------------------------------------------------------
 

@@ -233,11 +233,17 @@ def concatenate(batches: list[JudgedBatch]) -> JudgedBatch:
         name: column for b in batches for name, column in b.columns.items()
         if name not in _RECOMPUTED or all(name in each.columns for each in _judged(batches))
     }  # fmt: skip
+    fillers = {columns.WEIGHTS_VERSION: NO_VERSION, **dict.fromkeys(_TOKEN_IDS, pad),
+               **dict.fromkeys(_EXPERTS, columns.UNKNOWN_EXPERT)}  # fmt: skip
+    whole: dict[str, Column] = {}
+    for name, kind in kinds.items():
+        parts, left = [_column(b, name, kind) for b in batches], name in _LEFT_PADDED
+        if kind.ndim > 1:
+            longest = max(part.shape[1] for part in parts)
+            parts = [widen(part, longest, fillers.get(name, 0), left=left) for part in parts]
+        whole[name] = torch.cat(parts)
     return JudgedBatch(
-        columns={
-            name: _stack([_column(b, name, kind) for b in batches], name, _filler(name, pad))
-            for name, kind in kinds.items()
-        },
+        columns=whole,
         rewards=torch.cat([b.rewards for b in batches]),
         components=_concatenate_all(batches, "components"),
         metrics=_concatenate_all(batches, "metrics"),
@@ -264,7 +270,6 @@ def _judged(batches: list[JudgedBatch]) -> list[JudgedBatch]:
 
 
 def _largest(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The largest number of each name."""
     names = dict.fromkeys(name for each in numbers for name in each)
     return {name: max(each.get(name, 0.0) for each in numbers) for name in names}
 
@@ -318,28 +323,11 @@ def take_trimmed(batch: JudgedBatch, rows: Column) -> JudgedBatch:
     return taken
 
 
-def _filler(name: str, pad_token_id: int) -> int:
-    """The value of a column where there is no token."""
-    if name in _TOKEN_IDS:
-        return pad_token_id
-    if name in _EXPERTS:
-        return columns.UNKNOWN_EXPERT
-    return NO_VERSION if name == columns.WEIGHTS_VERSION else 0
-
-
 def _concatenate_all(batches: list[JudgedBatch], group: str) -> dict[str, Column]:
     parts = [(getattr(batch, group), torch.full_like(batch.rewards, torch.nan))
              for batch in batches]  # fmt: skip
     names = dict.fromkeys(name for part, _ in parts for name in part)
     return {name: torch.cat([part.get(name, nan) for part, nan in parts]) for name in names}
-
-
-def _stack(parts: list[Column], name: str, filler: int) -> Column:
-    if parts[0].ndim == 1:
-        return torch.cat(parts)
-    longest = max(part.shape[1] for part in parts)
-    left = name in _LEFT_PADDED
-    return torch.cat([widen(part, longest, filler, left=left) for part in parts])
 
 
 def _mean(column: Column, valid: Column) -> float:

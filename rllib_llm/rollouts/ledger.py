@@ -35,7 +35,7 @@ from rllib_llm.rollouts.groups import (
 )
 from rllib_llm.rollouts.mixture import Mixture, News
 from rllib_llm.rollouts.outcomes import Outcomes, TokenAccount
-from rllib_llm.rollouts.schedule import StreamRules, open_schedule, texts_are_due
+from rllib_llm.rollouts.schedule import Free, Lockstep, StreamRules, texts_are_due
 from rllib_llm.shared.process import TimeLimit
 from rllib_llm.weights.published import PublishedWeights
 
@@ -73,7 +73,8 @@ class Ledger:
             self.table, self.leases, max_rejected=rules.max_rejected, max_failed=rules.num_groups,
             keeps_rejected=keeps_rejected,
         )  # fmt: skip
-        self._schedule = open_schedule(rules, self.table, self._outcomes)
+        schedule = Lockstep if rules.schedule == "lockstep" else Free
+        self._schedule = schedule(rules, self.table, self._outcomes)
         self.mixture = Mixture(rules.env_weights, rules.mix_by, rules.num_groups)
 
     @property
@@ -85,13 +86,15 @@ class Ledger:
         """Makes a call of the driver or of a sampler, by its name."""
         silent, self._called = self._clock() - self._called, self._clock()
         if silent > SILENT_SECONDS:
-            self.leases.grant(self._called + GRANTED_SECONDS)
+            for entry in self.leases.entries():
+                entry.deadline = max(entry.deadline, self._called + GRANTED_SECONDS)
         return getattr(self, name)(*args)
 
     def was_away(self, seconds: float) -> None:
         """Puts off all deadlines: no sampler could renew a lease or hand anything in meanwhile."""
         self._called += seconds
-        self.leases.put_off_all(seconds)
+        for entry in self.leases.entries():
+            entry.put_off(seconds)
 
     def close(self) -> None:
         """Stops giving out work, and wakes all waiting samplers: here there are none."""
@@ -180,6 +183,7 @@ class Ledger:
 
     def _answer(self, groups: list[JudgedGroup] | None, num_seen: int) -> Answer:
         failures, self._failures = self._failures, []
+        expired, self.leases.expired = self.leases.expired, []
         closed, num_closed = self._outcomes.unseen(num_seen)
         return Answer(
             groups,
@@ -189,7 +193,7 @@ class Ledger:
                 e.group is not None for e in islice(self.table, self.rules.num_compared)
             ),
             failures=tuple(failures),
-            expired=tuple(self.leases.take_expired()),
+            expired=tuple(expired),
             missing=tuple(self._missing()),
             ending=self._outcomes.ending(),
         )
@@ -303,7 +307,8 @@ class Ledger:
 
     def put_off(self, sampler: str, seconds: float) -> None:
         """Puts off the deadlines of a sampler's leases by the time in which it had no core."""
-        self.leases.put_off(sampler, seconds)
+        for entry in self.leases.entries(sampler):
+            entry.put_off(seconds)
 
     def push(self, lease: int, groups: Sequence[JudgedGroup]) -> int:
         """Takes judged groups in; how many. Those of a lease that has ended are refused."""

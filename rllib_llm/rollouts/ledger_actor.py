@@ -152,10 +152,20 @@ class LedgerActor:
             self._answer(self._idle.popleft(), [])
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Makes one of `CALLS`, and wakes those who wait for its effect. `take` waits for a batch;
-        `look` has `cpu_seconds` and `pid` of this process, too."""
+        """Makes one of `CALLS`, and wakes those who wait for its effect. `take` waits until it has
+        something to tell, for `WAIT_SECONDS` at most; `look` has `cpu_seconds` and `pid` of this
+        process, too."""
         if name == "take":
-            await self._wait_for_batch(args[2])
+            deadline = time.monotonic() + WAIT_SECONDS
+            if nth := args[2]:
+                self._journaled.call("want", nth)
+                self._serve()
+            while not self._journaled.ledger.has_answer(nth):
+                self._changed.clear()
+                rest = deadline - time.monotonic()
+                if rest <= 0:
+                    break
+                await _wait(asyncio.ensure_future(self._changed.wait()), rest)
         elif name == "give_back":
             self._end_wait_of(args[0])  # one that died would be given what it held
         answer = self._journaled.call(name, *args)
@@ -165,19 +175,6 @@ class LedgerActor:
             self._changed.set()
             self._serve()
         return answer
-
-    async def _wait_for_batch(self, nth: int) -> None:
-        """Waits until `take` has something to tell, for `WAIT_SECONDS` at most."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        if nth:
-            self._journaled.call("want", nth)
-            self._serve()
-        while not self._journaled.ledger.has_answer(nth):
-            self._changed.clear()
-            rest = deadline - time.monotonic()
-            if rest <= 0:
-                break
-            await _wait(asyncio.ensure_future(self._changed.wait()), rest)
 
     async def lease(
         self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float

@@ -102,7 +102,6 @@ class Mixture:
         return self._places[position]
 
     def _next_of_batch(self) -> int:
-        """Deals a group of the batch."""
         if self._dealt == self._quotas:
             self._end_batch()
             shares = self._shares(self._batch_size)

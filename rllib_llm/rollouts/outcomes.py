@@ -100,13 +100,18 @@ class Outcomes:
         if self._keeps_rejected:
             self._closed.append(Closed(entry.position, "rejected", reason, entry.group))
 
-    def note_judged(self, entry: Entry) -> None:
-        """Counts groups in a row that no judge could score, in the order of decisions."""
+    def passes(self, entry: Entry) -> bool:
+        """Whether a judged group is to be learnt from; closes it where it is not. Counts groups in
+        a row that no judge could score, in the order of decisions."""
         group = entry.group
-        assert group is not None, "it was judged"
-        is_unjudged = group.reason == UNJUDGED
-        self._num_unjudged = self._num_unjudged + 1 if is_unjudged else 0
+        assert group is not None, "only judged groups are decided"
+        self._num_unjudged = self._num_unjudged + 1 if group.reason == UNJUDGED else 0
         self._cause = group.cause or self._cause
+        if group.reason:
+            self.reject(entry, group.reason)
+            return False
+        entry.state = "ready"
+        return True
 
     def fail(self, entry: Entry, reason: str) -> None:
         """The group is not to be had from any sampler."""

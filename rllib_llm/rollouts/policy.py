@@ -151,8 +151,8 @@ class ModulePolicy:
         made = forward(
             dict(prompts), params=params,
             generate=functools.partial(
-                generate, on_step=asked.on_step, on_fewer_rows=self._decode_at_most,
-                plan=self._decode_plan(),
+                generate, on_step=asked.on_step, plan=self._decode_plan(),
+                on_fewer_rows=functools.partial(setattr, self, "_max_rows"),
             ),
             num_completions=asked.num_completions, noise=noise,
             max_rows=self._max_rows, cuda_graphs=self._cuda_graphs,
@@ -169,9 +169,6 @@ class ModulePolicy:
                 model, keeps_experts=bool(self.module.model_config.get("routing_replay"))
             )
         return self._plan
-
-    def _decode_at_most(self, rows: int) -> None:
-        self._max_rows = rows
 
     def open_engine(
         self, version: int | None, *, load_weights: LoadWeights | None = None

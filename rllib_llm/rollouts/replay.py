@@ -162,15 +162,3 @@ class ReplayBuffer:
         ]
         self._kept, self.iteration = kept[-self._capacity :], state["iteration"]
         self._counts = Counter(state["buffer"]["counts"])
-
-
-def open_replay(config: Any) -> ReplayBuffer:
-    """The buffer that an `RLHFConfig` asks for."""
-    return ReplayBuffer(
-        num_groups=config.replay_groups,
-        capacity=config.replay_capacity or 4 * config.num_prompts_per_iteration,
-        max_uses=config.replay_max_uses,
-        recency=config.replay_recency,
-        seed=config.seed or 0,
-        env_names=config.env_names,
-    )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from rllib_llm.rollouts.errors import SampleFailure
+from rllib_llm.rollouts.errors import NoServerError, SampleFailure
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.in_flight import open_in_flight
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, pack
@@ -30,6 +30,7 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
+from rllib_llm.shared.remote import ServerError
 from rllib_llm.weights.published import PublishedWeights
 
 if TYPE_CHECKING:
@@ -274,6 +275,52 @@ class SampleLoop:
         """Frees its memory."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.in_flight.close()
+
+
+class Workers:
+    """Samplers of the groups that a ledger leases."""
+
+    def work(self) -> None:
+        """Keeps the samplers busy; called repeatedly while a batch is awaited.
+
+        Raises:
+            RuntimeError: no sampler can sample.
+        """
+
+    def replace(self, sampler: str, reason: str) -> None:
+        """Starts a sampler again that gives no answer."""
+
+    def note_progress(self) -> None:
+        """Notes that a batch is waited for from now on, or that more of it is there."""
+
+    def forget(self) -> None:
+        """Notes that the ledger has restarted: work in flight is no longer needed."""
+
+    def stop(self) -> None:
+        """Ends their work."""
+
+
+class LocalWorker(Workers):
+    """The sampler of this process, which takes turns while a batch is awaited; its exceptions
+    propagate.
+
+    In lockstep it works off all there is before the learner continues: a module shared with the
+    learner has older weights no more.
+    """
+
+    def __init__(self, sampler: Sampler, ledger: Ledger, settings: ServingSettings) -> None:
+        self._loop = SampleLoop(LocalLedger(ledger), sampler, settings)
+        self._is_eager = ledger.rules.schedule == "lockstep"
+
+    def work(self) -> None:
+        try:
+            while self._loop.turn() and self._is_eager:
+                pass
+        except ServerError as error:
+            raise NoServerError(str(error)) from error
+
+    def stop(self) -> None:
+        self._loop.close()
 
 
 class DealtLease:

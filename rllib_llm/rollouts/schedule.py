@@ -203,7 +203,7 @@ class Schedule:
         self._batches, self._num_extra_taken = {}, 0
         for number, positions in enumerate(batches, first):
             for position in positions:
-                self._passes(self._table[position])
+                self._outcomes.passes(self._table[position])
             self._batches[number] = positions
         self.decide([entry.position for entry in self._table])
         self.admit_all()
@@ -257,16 +257,6 @@ class Schedule:
             return
         for size in self._rules.sizes(num_groups) if num_groups > 0 else ():
             self._table.admit(size, turn)
-
-    def _passes(self, entry: Entry) -> bool:
-        """Whether a judged group is to be learnt from; closes it where it is not."""
-        assert entry.group is not None, "only judged groups are decided"
-        self._outcomes.note_judged(entry)
-        if entry.group.reason:
-            self._outcomes.reject(entry, entry.group.reason)
-            return False
-        entry.state = "ready"
-        return True
 
     def batches(self) -> list[list[int]]:
         """Positions of the full batches, where they do not follow from the order of groups."""
@@ -363,7 +353,7 @@ class Lockstep(Schedule):
         # the driver hears of that end.
         while self._outcomes.ending() is None and (entry := self._next_judged()) is not None:
             self._undecided += 1
-            if self._passes(entry):
+            if self._outcomes.passes(entry):
                 self._chosen.append(entry.position)
             if len(self._chosen) == self._rules.num_compared:
                 self._fill(self._full, self._chosen)
@@ -422,7 +412,7 @@ class Free(Schedule):
     def decide(self, positions: Iterable[int]) -> None:
         for position in positions:
             entry = self._table.get(position)
-            if entry is not None and entry.state == "judged" and self._passes(entry):
+            if entry is not None and entry.state == "judged" and self._outcomes.passes(entry):
                 self._ready.add(position)
                 self._num_within += self._is_within(position)
         self.admit_all()
@@ -471,9 +461,3 @@ class Free(Schedule):
     def fit(self, entries: Sequence[Entry], first: int) -> None:
         for entry in entries:
             entry.turn = None
-
-
-def open_schedule(rules: StreamRules, table: GroupTable, outcomes: Outcomes) -> Schedule:
-    """The schedule that the rules name."""
-    kind = Lockstep if rules.schedule == "lockstep" else Free
-    return kind(rules, table, outcomes)

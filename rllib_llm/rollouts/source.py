@@ -24,15 +24,9 @@ from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.recorder import RolloutRecorder
+from rllib_llm.rollouts.sample_loop import LocalWorker, Workers
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
-from rllib_llm.rollouts.workers import (
-    DealtLeases,
-    LocalWorker,
-    PulledLeases,
-    RemoteWorkers,
-    Workers,
-)
 from rllib_llm.shared.process import LEAST_SECONDS
 from rllib_llm.weights.published import PublishedWeights
 
@@ -256,7 +250,6 @@ class RolloutSource:
         return {**self._saved(), **replay}
 
     def _saved(self) -> dict[str, Any]:
-        """The state as it is."""
         ledger = self._ledger.call("state")
         closed, num_closed = ledger["closed"]
         known = max(0, self._num_seen - num_closed + len(closed))
@@ -313,6 +306,8 @@ def open_rollouts(
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
         worker = LocalWorker(local.sampler, ledger, settings)
         return RolloutSource(ledger, worker, rules, recorder=recorder, **given)
+    from rllib_llm.rollouts.workers import DealtLeases, PulledLeases, RemoteWorkers
+
     if rules.num_parts is not None:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
         dealt = DealtLeases(pool.actors, ledger, settings)

@@ -1,5 +1,5 @@
-"""The samplers of a ledger as the driver sees them: in its process, or in actors, to which leases
-are dealt, or which ask for them while the learner trains."""
+"""The samplers of a ledger in actors of their own, as the driver sees them: leases are dealt to
+them, or they ask for leases while the learner trains."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from rllib_llm.rollouts.errors import NoSamplersError, NoServerError, SampleFailure
+from rllib_llm.rollouts.errors import NoSamplersError, SampleFailure
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.ledger import Ledger
-from rllib_llm.rollouts.sample_loop import (
-    LocalLedger,
-    SampleLoop,
-    be_streaming,
-    stop_streaming,
-)  # fmt: skip
-from rllib_llm.rollouts.sampler import Sampler
+from rllib_llm.rollouts.sample_loop import Workers, be_streaming, stop_streaming
 from rllib_llm.rollouts.sampler_pool import SamplerActors, SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.process import LEAST_SECONDS, StarvedProcesses
-from rllib_llm.shared.remote import ServerError
 
 if TYPE_CHECKING:
     from rllib_llm.rollouts.ledger_actor import RemoteLedger
@@ -41,52 +34,6 @@ LEAST_STARVED_SECONDS = 0.2  # reported to the ledger
 STOP_SECONDS = 2.0
 SECONDS_GONE = 10.0  # in which the last call of a sampler that left may still be given a lease
 ADVICE = "See the workers' logs; raise max_num_env_runner_restarts or sampler_timeout_s"
-
-
-class Workers:
-    """Samplers of the groups that a ledger leases."""
-
-    def work(self) -> None:
-        """Keeps the samplers busy; called repeatedly while a batch is awaited.
-
-        Raises:
-            RuntimeError: no sampler can sample.
-        """
-
-    def replace(self, sampler: str, reason: str) -> None:
-        """Starts a sampler again that gives no answer."""
-
-    def note_progress(self) -> None:
-        """Notes that a batch is waited for from now on, or that more of it is there."""
-
-    def forget(self) -> None:
-        """Notes that the ledger has restarted: work in flight is no longer needed."""
-
-    def stop(self) -> None:
-        """Ends their work."""
-
-
-class LocalWorker(Workers):
-    """The sampler of this process, which takes turns while a batch is awaited; its exceptions
-    propagate.
-
-    In lockstep it works off all there is before the learner continues: a module shared with the
-    learner has older weights no more.
-    """
-
-    def __init__(self, sampler: Sampler, ledger: Ledger, settings: ServingSettings) -> None:
-        self._loop = SampleLoop(LocalLedger(ledger), sampler, settings)
-        self._is_eager = ledger.rules.schedule == "lockstep"
-
-    def work(self) -> None:
-        try:
-            while self._loop.turn() and self._is_eager:
-                pass
-        except ServerError as error:
-            raise NoServerError(str(error)) from error
-
-    def stop(self) -> None:
-        self._loop.close()
 
 
 @dataclass(eq=False)

@@ -35,8 +35,7 @@ from ray.tune.result import EXPR_PROGRESS_FILE, EXPR_RESULT_FILE, TRAINING_ITERA
 from ray.tune.utils.util import SafeFallbackEncoder
 
 from rllib_llm.envs.judges.reward_functions import RewardError
-from rllib_llm.overseer.oversight import STOP_RUN
-from rllib_llm.overseer.phases import PAUSED
+from rllib_llm.overseer.phases import PAUSED, STOP_RUN
 from rllib_llm.rollouts.errors import BrokenSamplerError
 from rllib_llm.runs.results import local_folder, other_trials_checkpoint, read_results
 from rllib_llm.runs.trackers import tracker_callbacks, wrong_trackers

@@ -32,7 +32,7 @@ from ray.tune.result import (
 )
 
 from rllib_llm.checkpoints.folder import MANIFEST, CheckpointError, check
-from rllib_llm.overseer.oversight import STOP_RUN
+from rllib_llm.overseer.phases import STOP_RUN
 from rllib_llm.runs.metrics import is_held_out
 from rllib_llm.runs.results import HELD_OUT, flatten, number, read_json_lines
 from rllib_llm.shared.ray_compat import (

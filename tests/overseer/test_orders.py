@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rllib_llm.overseer.oversight import Oversight
-from rllib_llm.overseer.phases import Phases
+from rllib_llm.overseer.phases import Oversight, Phases
 
 
 class ScriptedLink:

@@ -10,9 +10,9 @@ from rllib_llm.rollouts import ledger_actor as module
 from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.ledger_actor import JournaledLedger
+from rllib_llm.rollouts.sample_loop import Workers
 from rllib_llm.rollouts.schedule import StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import Workers
 from rllib_llm.weights.published import PublishedWeights, WeightsLostError
 from tests.rollouts.simulated import Clock, judged
 
