@@ -92,7 +92,7 @@ class Runtimes:
         return runtime
 
     def close(self) -> None:
-        """Has the reaper remove what is left."""
+        """Removes the containers that are left, by the reaper."""
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
 
