@@ -203,7 +203,7 @@ class VerifiersEnv(ConversationEnv):
 
     @functools.cached_property
     def runtimes(self) -> Runtimes | None:
-        """What makes the tasks' runtimes; None: they have none."""
+        """Makes the tasks' runtimes; None: they have none."""
         given = self.settings["runtime"]
         return None if given is None else Runtimes(given)
 

@@ -87,12 +87,12 @@ class Runtimes:
         runtime = self._kind(self.config_of(task), name)
         if self._reaper is not None:
             runtime._label_args += ["--label", self._label]  # verifiers has no public way
-        register(runtime)  # whoever ends it, or else the end of this process
+        register(runtime)  # verifiers ends it at the exit of this process, if nothing did before
         runtime.env = dict(task.runtime_env())
         return runtime
 
     def close(self) -> None:
-        """Has the reaper remove what is left."""
+        """Removes the containers that are left, by the reaper."""
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
 
