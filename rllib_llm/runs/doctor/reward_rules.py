@@ -58,7 +58,7 @@ def reward_rules(stage: Stage) -> Iterator[Problem]:
         except (Exception, SystemExit) as error:  # noqa: BLE001  (user code; told in its place)
             remedy = "Look at the function, at columns of the prompts, and at empty completions"
             if not all(isinstance(row.prompt, str) for row in chosen):
-                remedy = ("The prompts are chats, and so each completion is a list of messages: use "
+                remedy = ("Prompts are chats, and so each completion is a list of messages: use "
                           "completion[0]['content'], or add a parameter `messages` to get texts")
             yield Problem(f"reward {term.name!r}", "judge any completion", raised(error), remedy)
             continue
