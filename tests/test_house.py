@@ -22,27 +22,27 @@ WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
     "": (54, 1.9),
-    "algorithms": (3512, 5.9),
+    "algorithms": (3530, 5.9),
     "checkpoints": (717, 5.7),
     "cli": (2352, 9.9),
-    "config": (2989, 27.7),
-    "conversations": (1612, 3.1),
-    "data": (3313, 6.5),
-    "engines": (5330, 2.6),
-    "envs": (8089, 7.7),
+    "config": (2976, 28.1),
+    "conversations": (1595, 3.1),
+    "data": (3327, 6.5),
+    "engines": (5319, 2.6),
+    "envs": (8246, 7.7),
     "examples": (1446, 4.1),
-    "learners": (3069, 1.7),
-    "modules": (5693, 3.0),
+    "learners": (3059, 1.7),
+    "modules": (5637, 3.0),
     "numerics": (1511, 0.6),
-    "overseer": (925, 4.3),
-    "rollouts": (6356, 1.2),
-    "runs": (6798, 9.0),
-    "serving": (6195, 6.0),
-    "shared": (3231, 3.7),
-    "weights": (2271, 1.9),
+    "overseer": (911, 4.4),
+    "rollouts": (6358, 1.2),
+    "runs": (6785, 9.0),
+    "serving": (6172, 6.0),
+    "shared": (3237, 3.7),
+    "weights": (2259, 1.9),
 }
 SAME_NAMES = 2  # classes whose name stands in another file as well
-RAISES = 497
+RAISES = 498
 
 
 @cache
