@@ -45,8 +45,8 @@ test-slow: $(STAMP)
 	  --no-loadscope-reorder -m slow --part $(SLOW_PART)
 
 test-shaken: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile -m 'not slow' \
-	  --shake $(SHAKE) $(addprefix tests/,numerics modules engines learners rollouts)
+	$(BIN)/python -m pytest -q --timeout 600 -n $(TEST_WORKERS) --dist loadfile \
+	  -m 'not slow or covered' --shake $(SHAKE) $(addprefix tests/,numerics modules engines learners rollouts)
 
 test-vllm:
 	PYTHON='$(PYTHON)' PIP_FLAGS='$(PIP_FLAGS)' .ci/vllm

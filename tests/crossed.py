@@ -14,7 +14,7 @@ def crossed(strength: int = 1, **values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrises a test by all combinations of the values.
 
     Few of them are fast: each value is in one (`strength` 1), or each pair of two parameters'
-    values (`strength` 2). The others are slow.
+    values (`strength` 2). The others are slow, and `covered`: shaken runs have them, too.
     """
     product = [*itertools.product(*(range(len(each)) for each in values.values()))]
     met = {places: {*itertools.combinations(enumerate(places), strength)} for places in product}
@@ -29,7 +29,7 @@ def crossed(strength: int = 1, **values: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize([*values], [
         pytest.param(
             *(each[place] for each, place in zip(values.values(), places, strict=True)),
-            marks=() if places in fast else pytest.mark.slow,
+            marks=() if places in fast else (pytest.mark.slow, pytest.mark.covered),
         )
         for places in product
     ])  # fmt: skip

@@ -37,7 +37,9 @@ class Part:
         report = self.oversight.report if kind == "trial" else self.phase.report
         if kind in ("trial", "sampler"):
             facts = {"kind": kind, "trial": "t"}
-            self.link = Link(Path(folder), part, lambda: {**facts, **report()})
+            self.link = Link(
+                Path(folder), part, lambda: {**facts, **report()}, restarts_hung=kind == "trial"
+            )
 
     def cpu_seconds(self) -> float:
         """That its process has taken."""

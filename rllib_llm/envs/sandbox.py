@@ -275,7 +275,7 @@ class WorkerPool:
 
     def _started(self) -> Contained:
         if self._broken is not None:  # it would take as long to fail again
-            raise self._broken
+            raise self._broken.with_traceback(None)  # else it grows with each call
         return Contained(self._sandbox, self._order, is_asked=True, paths=self._paths)
 
     def _ready(self, worker: Contained) -> Contained:

@@ -155,9 +155,13 @@ class RLOOLearner(GroupLearner):
         self, batch: Batch, scores: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
         """Those of each environment for themselves, where `whiten_advantages` acts."""
-        groups, parts = batch[columns.GROUP], self._by_environment(batch)
-        found = [self.row_advantages(scores, groups, valid & rows) for _, rows in parts]
-        return found[0] if len(found) == 1 else torch.stack(found).sum(dim=0)
+        parts = self._by_environment(batch) if self.config.whiten_advantages else []
+        if len(parts) < 2:
+            return super().rollout_advantages(batch, scores, valid)
+        groups = batch[columns.GROUP]
+        found = [self.row_advantages(scores, groups, valid & rows).where(rows, 0.0)
+                 for _, rows in parts]  # fmt: skip
+        return torch.stack(found).sum(dim=0)
 
 
 class ReinforcePPLearner(RLHFLearner):

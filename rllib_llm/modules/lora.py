@@ -71,8 +71,10 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
     for key, (kind, rule) in _RULES.items():
         value = settings[key]
         try:
+            if not isinstance(value, _WRITTEN):
+                raise TypeError("peft could not write it into a checkpoint")
             TypeAdapter(kind | None if key in PASSED_ON else kind).validate_python(plain(value))
-        except ValidationError:
+        except (ValidationError, TypeError):
             yield Problem(f"lora.{key}", f"be {rule}", value=value)
     picks_layers = settings["layers_to_transform"] is not None
     targets, pattern = settings["target_modules"], settings["layers_pattern"]
@@ -83,6 +85,7 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("lora.layers_pattern", "come with lora.layers_to_transform", value=pattern)
 
 
+_WRITTEN = (str, int, float, Mapping, list, tuple, set, type(None))  # no range or iterator
 _Layer = Annotated[int, Field(strict=True, ge=0)]
 _Rank = Annotated[int, Field(strict=True, ge=1, lt=2**16)]
 _Alpha = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]

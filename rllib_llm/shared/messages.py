@@ -81,9 +81,9 @@ def raised(error: BaseException) -> str:
     exception of this package explains itself, without a place.
     """
     what = " ".join(told(error).split())
-    frames = _users_frames(error) or traceback.extract_tb(error.__traceback__)
-    if _is_own(error) or not frames:
+    if _is_own(error) or error.__traceback__ is None:
         return what
+    frames = _users_frames(error) or traceback.extract_tb(error.__traceback__)
     file, line = Path(frames[-1].filename).name, frames[-1].lineno
     return f"{what}, raised in {file}:{line} ({frames[-1].name})"
 

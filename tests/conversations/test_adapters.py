@@ -571,6 +571,14 @@ def test_sympy_reads_formulas_alone(gym, scores):
     assert scores(tasks, {chosen: other}) == [1.0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", NO_FORMULAS)
+def test_sympy_reads_no_code_in_any_data_set(gym, scores, bad):
+    tasks = gym.Tasks(READ_BY_SYMPY, num_tasks=40)
+    index = {tasks[i]["dataset"]: i for i in range(40)}
+    assert [*index] and scores(tasks, dict.fromkeys(index.values(), bad)) == [0.0] * len(index)
+
+
 class BusyPool:
     """Processes of a machine that is so busy at first that the first answer is late."""
 

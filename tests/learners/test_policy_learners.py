@@ -85,6 +85,10 @@ def test_an_advantage_of_ones_own_takes_the_place_of_rloos():
     rows = per_row(*prepared(rloo(ref_kl_coeff=0.0), [1.0, 2.0, 6.0, 0.0, 0.0, 3.0],
                              own=lambda scores, groups, valid: 2 * scores * valid))  # fmt: skip
     assert rows == [2, 4, 12, 0, 0, 6]
+    config = rloo(ref_kl_coeff=0.0, whiten_advantages=True)
+    rows = per_row(*prepared(config, [0.0] * 6, envs=[0, 0, 0, 1, 1, 1],
+                             own=lambda scores, groups, valid: scores + 1))  # fmt: skip
+    assert rows == [1] * 6  # each environment's own rows count alone
 
 
 def test_rows_not_judged_stay_out_of_their_group():

@@ -320,6 +320,8 @@ def test_a_quantised_trunk_learns_and_merges_to_what_was_trained(quantization, t
         ({"alpha": math.inf}, "lora.alpha", "be a finite number above 0"),
         ({"target_modules": []}, "lora.target_modules", "be 'all-linear', a name"),
         ({"target_modules": 5}, "lora.target_modules", "be 'all-linear', a name"),
+        ({"layers_to_transform": range(2), "target_modules": ["q"]}, "lora.layers_to_transform",
+         "be"),
         ({"target_modules": ["q_proj", 5]}, "lora.target_modules", "be 'all-linear', a name"),
         ({"target_modules": "("}, "lora.target_modules", "be"),  # no regular expression
         ({"exclude_modules": 5}, "lora.exclude_modules", "be a name"),

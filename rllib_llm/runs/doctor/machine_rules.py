@@ -181,13 +181,15 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     the smallest; published weights against Ray's object store; models of unknown size count as
     nothing."""
     config, parts = stage.config, [*parts_of(stage)]
-    try:
-        sizes = {
-            part.entry: {name: num_parameters(path) or 0 for name, path in part.models().items()}
-            for part in (stage, *parts)
-        }
-    except TruncatedWeightsError:  # a finding of its own
-        return
+    sizes: dict[str, dict[str, int]] = {}
+    is_whole = True
+    for part in (stage, *parts):
+        of_part = sizes[part.entry] = {}
+        for name, path in part.models().items():
+            try:
+                of_part[name] = num_parameters(path) or 0
+            except TruncatedWeightsError:  # a finding of its own
+                is_whole = False
     policy, num_learners = sizes[""].get("model", 0), max(1, stage.num_learners)
     if machine.shm_bytes is not None and stage.num_samplers and not config.lora:
         num_versions = config.weights_keep + 1  # one more while it is published
@@ -196,6 +198,8 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
             rule = f"hold {num_versions} versions of the weights ({weights / GIB:.2f} GiB)"
             why = f"{machine.shm_bytes / GIB:.2f} GiB are free; Ray keeps the rest on disk, slowly"
             yield warning("/dev/shm", rule, why, "docker run --shm-size, or use bfloat16 or lora")
+    if not is_whole:
+        return
     learner = PROCESS_BYTES + _learner_bytes(stage, policy)
     shares = [("learner", num_learners, learner)]  # process, how many of them, bytes of each
     if stage.is_rlhf:
