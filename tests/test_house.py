@@ -31,18 +31,18 @@ ROOMS = {
     "engines": (5319, 2.6),
     "envs": (8246, 7.7),
     "examples": (1446, 4.1),
-    "learners": (3059, 1.7),
-    "modules": (5637, 3.0),
+    "learners": (3063, 1.7),
+    "modules": (5640, 3.0),
     "numerics": (1511, 0.6),
     "overseer": (911, 4.4),
     "rollouts": (6358, 1.2),
-    "runs": (6785, 9.0),
+    "runs": (6789, 9.0),
     "serving": (6172, 6.0),
     "shared": (3237, 3.7),
     "weights": (2259, 1.9),
 }
 SAME_NAMES = 2  # classes whose name stands in another file as well
-RAISES = 498
+RAISES = 499
 
 
 @cache
