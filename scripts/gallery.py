@@ -3,8 +3,6 @@
     for each NAME: rllib train file tuned_examples/NAME.yaml --storage-path RUNS
     python scripts/gallery.py RUNS
 
-A recipe is run with the sizes that `RECIPES` names.
-
 An example has its last run's curve, time, mark and completions. One that has no run there keeps
 what the page says of it. The other examples are named with the reason why they are not shown.
 """
@@ -31,6 +29,10 @@ NUM_PROMPTS = 5
 LONGEST = 160  # characters of a completion that are shown
 STARTED = "%Y-%m-%d_%H-%M-%S"
 NOT_SHOWN = {
+    **dict.fromkeys(
+        ("chat_dpo", "cluster_grpo", "distill", "gsm8k_grpo", "sentiment_ppo_ptx", "tools_grpo"),
+        "a recipe for models and data of the hub",
+    ),
     "verifiers_grpo": "needs verifiers in an environment of its own",
     "shared_arithmetic": "the first stage of the arithmetic examples",
     "shared_reviews": "the first stages of the searches",
@@ -43,9 +45,6 @@ COMPARED = {
         "distill": "distillation", "imitated": "SFT on the teacher's samples, at its end",
         "grpo": "GRPO",
     }
-}  # fmt: skip
-# What a recipe's page draws, and the sizes with which it ran here.
-RECIPES: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 HEAD = """# Gallery
 
@@ -136,8 +135,7 @@ def section(name: str, file: Path, run: Path) -> str:
         arms.get(one["name"], ""): [flatten(row) for row in rows(trial / "result.json")]
         for one, trial in shown
     }
-    watched, sizes = RECIPES.get(name, ((plan["metric"],), ""))
-    marks = plan.get("pass_criteria") or dict.fromkeys(watched, float("nan"))
+    marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
     draw(curves, marks, PICTURES / f"{name}.png")
     at_ends = [
         {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
@@ -155,7 +153,6 @@ def section(name: str, file: Path, run: Path) -> str:
     parts = [
         f"## {name}",
         description(file),
-        *([f"Here with {sizes}"] if sizes else []),
         f"{wall_seconds(run):.0f} seconds on {machine(run)}. At the end {reached}.",
         f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
     ]
