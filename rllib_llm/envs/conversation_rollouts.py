@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
+logger = logging.getLogger(__name__)
+
 Complete = Callable[..., Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled; where there are images also
 `images` and `num_shown`, see `protocol.Row`."""
@@ -66,10 +69,7 @@ def run_rollouts(
     attempts = new_attempts(env, rows, positions, num_completions, stride)
 
     async def converse(attempt: Rollout) -> None:
-        try:
-            await _Player(env, attempt, complete, max_new_tokens).converse()
-        finally:
-            await call(env.end, attempt.conversation)
+        await _Player(env, attempt, complete, max_new_tokens).converse()
 
     env.events.run(run_side_by_side(env, attempts, converse))
     return attempts
@@ -94,13 +94,22 @@ def new_attempts(
 async def run_side_by_side(
     env: ConversationEnv, attempts: Sequence[Rollout], converse: Callable[[Rollout], Awaitable]
 ) -> None:
-    """Runs all rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt.
+    """Runs all rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt. Each
+    that has begun is ended (`ConversationEnv.end`) before this returns or raises.
 
     Raises:
         EngineFailed: of any of them.
     """
     places = asyncio.Semaphore(int(env.settings["max_concurrent"]))
     max_seconds = float(env.settings["max_seconds"])
+    endings = []
+
+    async def end(attempt: Rollout) -> None:
+        try:
+            late = f"it took longer than end_seconds={env.end_seconds:g}"
+            await within(env.end_seconds, call(env.end, attempt.conversation), late)
+        except Exception as error:  # noqa: BLE001  (it must not replace what the rollout gave)
+            logger.warning("end() of rollout %d failed: %s", attempt.row_id, told(error))
 
     async def one(attempt: Rollout) -> None:
         async with places:
@@ -112,7 +121,10 @@ async def run_side_by_side(
                 raise
             except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
                 attempt.invalid, attempt.error = told(error), error
-            attempt.count("seconds", time.perf_counter() - start)
+            finally:  # a cancellation does not cut it short
+                attempt.count("seconds", time.perf_counter() - start)
+                endings.append(asyncio.ensure_future(end(attempt)))
+                await asyncio.shield(endings[-1])
 
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
@@ -120,6 +132,8 @@ async def run_side_by_side(
     finally:  # where one found the engine broken, the others are cancelled
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*endings)
 
 
 class _Player:

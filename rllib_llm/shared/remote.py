@@ -150,12 +150,21 @@ class EventLoop:
                 continue  # the task's awaiter gets it, too
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result; an interruption here cancels it."""
-        future = self.submit(coroutine)
+        """The coroutine's result; an interruption here cancels it, and waits for its end."""
+        over = threading.Event()
+
+        async def run() -> Result:
+            try:
+                return await coroutine
+            finally:
+                over.set()
+
+        future = self.submit(run())
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                over.wait(_INTERRUPTED_SECONDS)
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -252,6 +261,7 @@ async def _called(function: partial, begin: Callable[[Callable[[], None]], None]
 
 
 _END_SECONDS = 5.0  # that a cancelled task has to end
+_INTERRUPTED_SECONDS = 30.0  # the same where a user waits, and may interrupt again
 
 
 async def within(
