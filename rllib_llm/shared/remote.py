@@ -164,7 +164,7 @@ class EventLoop:
             return future.result()
         except BaseException:
             if future.cancel():
-                over.wait(_INTERRUPTED_SECONDS)
+                over.wait(30.0)  # a user waits, and may interrupt again
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -261,7 +261,6 @@ async def _called(function: partial, begin: Callable[[Callable[[], None]], None]
 
 
 _END_SECONDS = 5.0  # that a cancelled task has to end
-_INTERRUPTED_SECONDS = 30.0  # the same where a user waits, and may interrupt again
 
 
 async def within(

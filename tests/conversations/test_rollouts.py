@@ -300,7 +300,7 @@ def test_what_is_wrong_with_an_end_is_logged_and_changes_no_result(make, caplog,
 
     _, judged, _ = roll(make(Ending), "Yes.")
     assert judged.columns[columns.VALID].all()
-    said = "OSError: not removed" if end == "fails" else "longer than end_seconds=0.05"
+    said = "OSError: not removed" if end == "fails" else "0.05"
     assert sum(said in record.getMessage() for record in caplog.records) == 4
 
     def say(row):

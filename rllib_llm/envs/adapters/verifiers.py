@@ -37,8 +37,7 @@ from rllib_llm.shared.setting import Settings, setting
 
 def prompt_of(task: Any) -> list[dict[str, Any]]:
     """A task's first messages as chat templates take them."""
-    data = task.data
-    prompt = data.prompt
+    data, prompt = task.data, task.data.prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
@@ -222,8 +221,7 @@ class VerifiersEnv(ConversationEnv):
         return tasks
 
     def rows(self) -> Any:
-        tasks = enumerate(self.vf_tasks)
-        return [{"prompt": prompt_of(task), "position": place} for place, task in tasks]
+        return [{"prompt": prompt_of(task), "position": i} for i, task in enumerate(self.vf_tasks)]
 
     def tools(self) -> Sequence[Any]:
         one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
@@ -267,8 +265,8 @@ class VerifiersEnv(ConversationEnv):
             conversation.state[_AGENT] = agent
             if self.runtimes.has_bash:
                 tried = await agent.run(["bash", "-c", ":"], {})
-                require(not tried.exit_code, "runtime.bash", True, "be false for an image without "
-                        "bash", tried.stderr, "Write so, or install bash in it")  # fmt: skip
+                require(not tried.exit_code, "runtime.bash", True, "be false: the image has none",
+                        tried.stderr, "Write so, or install bash in it")  # fmt: skip
             await runtime.prepare_execution([])  # the policy's network, without routes to verifiers
         toolsets = conversation.state[_TOOLSETS] = _checked(type(task).toolsets(task.config))
         for toolset in toolsets:
@@ -348,12 +346,11 @@ def _check_task(task: Any, runtimes: Runtimes | None) -> None:
     takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
     wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
     data, alone = task.data, runtimes is None
-    boxed = (task.NEEDS_CONTAINER, data.image, data.agent_user)
     name = f"task {type(task).__name__} number {data.idx}"
     moves = data.artifacts or type(task).stage_verifier is not vf.Task.stage_verifier
     reasons = {
         "artifacts and stage_verifier want a second container": moves,
-        "it runs in a container": alone and any(boxed),
+        "it runs in a container": alone and (task.NEEDS_CONTAINER or data.image or data.agent_user),
         f"{sorted([*hooks, *wants])} want a runtime": alone and (hooks or wants),
         "skills are installed by verifiers' harnesses": data.skills,
         f"@vf.intercept of {rewriting} rewrites what was sampled": rewriting,
@@ -420,8 +417,7 @@ def _bound(toolset: Any, method: Callable[..., Any], trace: Any) -> Callable[...
                 result = await call(contextvars.copy_context().run, method, **arguments)
         finally:
             _call_state.reset(token)
-        after = state.model_dump_json()
-        if after != before:
+        if (after := state.model_dump_json()) != before:
             trace.state = type(trace.state).model_validate_json(after)
         return result
 

@@ -35,9 +35,8 @@ class Runtimes:
         given: verifiers' config of a runtime, {type: docker, ...}, or the type alone. Its key
             `class` is the dotted path of a `vf.Runtime`, which is made with the config and a name
             in place of verifiers' own; the path may also stand alone. `bash`: whether the policy
-            has a tool of this name. Where it says nothing of networks, the policy has none. A type
-            without network policies (apptainer) shares the machine's network, and wants
-            `network_access: true`.
+            has a tool of this name. Where it says nothing of networks, the policy has none; in
+            apptainer it has the machine's, for which `network_access: true` is wanted.
 
     Raises:
         Problems: it is no such config, or the program that it needs is not there.
@@ -88,8 +87,7 @@ class Runtimes:
         config = resolve_runtime_config(self._config, task, self._warned)
         hosts = task.data.network_allow  # verifiers takes those alone that the config allows, too
         require(not hosts or "*" in hosts or config.allow, "runtime.allow", ...,
-                "have hosts of the task's network_allow", f"it needs {hosts}", f"Write {hosts}"
-                )  # fmt: skip
+                "have hosts of the task's", f"it wants {hosts}", f"Write {hosts}")  # fmt: skip
         return config
 
     def make(self, task: Any, name: str) -> Any:
@@ -110,8 +108,7 @@ class Runtimes:
 
 
 async def is_running(runtime: Any) -> bool:
-    """Whether a runtime's container runs, in whatever state the policy has left it. Runtimes other
-    than Docker's and Podman's are asked by a command in it."""
+    """Whether a container runs, even a broken one; of other engines whether they run a command."""
     from verifiers.v1.runtimes import DockerRuntime
 
     if not isinstance(runtime, DockerRuntime):
