@@ -136,6 +136,8 @@ class ConversationEnv:
     """Whether a `start` of its own returns `first_messages`, which are then checked at first."""
     runs_last_calls: ClassVar[bool] = False
     """Whether the tools of the last allowed turn are run."""
+    end_seconds: ClassVar[float] = 60.0
+    """The time limit of `end`."""
     sees: ClassVar[bool] = True
     """Whether the policy is shown the images of a task."""
 
@@ -233,7 +235,8 @@ class ConversationEnv:
 
     async def end(self, conversation: Conversation) -> None:
         """Frees what belongs to the conversation, such as a container; called last, however the
-        conversation ended, also by an error or a time limit, and where `start` failed."""
+        conversation ended, also by an error or a time limit, and where `start` failed. It does not
+        count in `max_seconds`; its own errors are logged, and change no result."""
 
     def teacher_messages(
         self, conversation: Conversation

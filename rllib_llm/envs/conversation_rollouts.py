@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
 from rllib_llm.shared.remote import call, within
 
+logger = logging.getLogger(__name__)
 Complete = Callable[..., Awaitable[Ended]]
 """(token ids, most new tokens, row, turn) -> what was sampled; where there are images also
 `images` and `num_shown`, see `protocol.Row`."""
@@ -65,13 +67,9 @@ def run_rollouts(
     """
     attempts = new_attempts(env, rows, positions, num_completions, stride)
 
-    async def converse(attempt: Rollout) -> None:
-        try:
-            await _Player(env, attempt, complete, max_new_tokens).converse()
-        finally:
-            await call(env.end, attempt.conversation)
-
-    env.events.run(run_side_by_side(env, attempts, converse))
+    env.events.run(run_side_by_side(
+        env, attempts, lambda attempt: _Player(env, attempt, complete, max_new_tokens).converse()
+    ))  # fmt: skip
     return attempts
 
 
@@ -84,8 +82,7 @@ def new_attempts(
     attempts = []
     for group, row in zip(positions, rows, strict=True):
         for copy in range(num_completions):
-            task = copied(row.task())
-            conversation = env.new_conversation(row, task)
+            conversation = env.new_conversation(row, copied(row.task()))
             row_id = group * (stride or num_completions) + copy
             attempts.append(Rollout(conversation, group, row_id, row.index))
     return attempts
@@ -94,13 +91,20 @@ def new_attempts(
 async def run_side_by_side(
     env: ConversationEnv, attempts: Sequence[Rollout], converse: Callable[[Rollout], Awaitable]
 ) -> None:
-    """Runs all rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt.
+    """Runs and ends rollouts, `max_concurrent` at a time; a failure is recorded in its own attempt.
 
     Raises:
         EngineFailed: of any of them.
     """
     places = asyncio.Semaphore(int(env.settings["max_concurrent"]))
     max_seconds = float(env.settings["max_seconds"])
+    endings = []
+
+    async def end(attempt: Rollout) -> None:
+        try:
+            await within(env.end_seconds, call(env.end, attempt.conversation))
+        except Exception as error:  # noqa: BLE001  (it must not replace what the rollout gave)
+            logger.warning("end() of rollout %d failed: %s", attempt.row_id, told(error))
 
     async def one(attempt: Rollout) -> None:
         async with places:
@@ -112,7 +116,10 @@ async def run_side_by_side(
                 raise
             except Exception as error:  # noqa: BLE001  (of a user's environment: it costs the rollout)
                 attempt.invalid, attempt.error = told(error), error
-            attempt.count("seconds", time.perf_counter() - start)
+            finally:  # a cancellation does not cut it short
+                attempt.count("seconds", time.perf_counter() - start)
+                endings.append(asyncio.ensure_future(end(attempt)))
+                await asyncio.shield(endings[-1])
 
     tasks = [asyncio.ensure_future(one(attempt)) for attempt in attempts]
     try:
@@ -120,6 +127,8 @@ async def run_side_by_side(
     finally:  # where one found the engine broken, the others are cancelled
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*endings)
 
 
 class _Player:
@@ -176,9 +185,8 @@ class _Player:
             raise error
         if room >= 1:
             start = time.perf_counter()
-            turn = conversation.num_turns
             sampled = await self.complete(
-                token_ids, room, self.attempt.row_id, turn, **conversation.shown
+                token_ids, room, self.attempt.row_id, conversation.num_turns, **conversation.shown
             )
             self.attempt.count("sample_seconds", time.perf_counter() - start)
             conversation.append_sampled(
@@ -352,13 +360,11 @@ def _components(
 ) -> tuple[dict[str, list[float]], Rewards | None]:
     """The score components of each valid rollout by name, with the reward functions' metrics."""
     judged = env.rewards(_reward_batch(env, sound)) if env.rewards is not None and sound else None
-    given = {} if judged is None else judged.components
-    components = {name: column.tolist() for name, column in given.items()}
+    components = {} if judged is None else {k: v.tolist() for k, v in judged.components.items()}
     if any(attempt.has_turn_rewards for attempt in sound):
         components[TURNS] = [attempt.conversation.total_reward for attempt in sound]
     if any(attempt.earned is not None for attempt in sound):
-        nothing = float("nan")
-        components[SCORE] = [nothing if a.earned is None else a.earned for a in sound]
+        components[SCORE] = [torch.nan if a.earned is None else a.earned for a in sound]
     if not components and sound:
         require(all(attempt.truncated for attempt in sound), "rewards", ...,
                 "have functions or a model, or respond() or score() must return rewards",

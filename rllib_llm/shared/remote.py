@@ -150,12 +150,21 @@ class EventLoop:
                 continue  # the task's awaiter gets it, too
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result; an interruption here cancels it."""
-        future = self.submit(coroutine)
+        """The coroutine's result; an interruption here cancels it, and waits for its end."""
+        over = threading.Event()
+
+        async def run() -> Result:
+            try:
+                return await coroutine
+            finally:
+                over.set()
+
+        future = self.submit(run())
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                over.wait(30.0)  # a user waits, and may interrupt again
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -47,9 +47,11 @@ async def talk(base_url, task, num_turns=2):
     return float(task["answer"] == "3")
 
 
-def play(agent, *, engine=None, params=PARAMS, num_completions=2, seed=0, **changes):
+def play(
+    agent, *, kind=AgentEnv, engine=None, params=PARAMS, num_completions=2, seed=0, **changes
+):
     """The attempts and the judged batch of an agent."""
-    env = AgentEnv({"model": MODEL, "prompts": TASKS, "shuffle": False, "agent": agent, **changes})
+    env = kind({"model": MODEL, "prompts": TASKS, "shuffle": False, "agent": agent, **changes})
     engine = engine or TorchEngine(build_model()[0], version=VERSION)
     server = open_for(env, engine, open_agent_server, (), "test")
     try:
@@ -221,6 +223,17 @@ def test_a_session_that_is_over_answers_no_more():
 
     attempts, _ = play(run, num_completions=1, max_concurrent=1)
     assert [attempt.invalid for attempt in attempts] == ["", ""]
+
+
+def test_an_agent_s_conversations_are_ended():
+    ended = []
+
+    class Ending(AgentEnv):
+        async def end(self, conversation):
+            ended.append((conversation.task["answer"], conversation.num_turns))
+
+    play(talk, kind=Ending, num_completions=1)
+    assert sorted(ended) == [("3", 2), ("4", 2)]
 
 
 def test_an_engine_that_dies_is_the_runs_trouble():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import threading
 import time
@@ -232,10 +233,13 @@ def test_a_slow_rollout_is_not_valid_and_costs_only_itself(make):
     assert judged.metrics["rollout_failed"].tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("failing", ["", "start", "respond", "score", "late", "engine"])
+@pytest.mark.parametrize(
+    "failing", ["", "start", "respond", "score", "late", "engine", "interrupted"]
+)
 @pytest.mark.filterwarnings("ignore:2 of 4 conversations failed")
 def test_each_conversation_is_ended_once_however_it_ends(make, failing):
-    ended = []
+    ended, answered = [], []
+    main = threading.main_thread().ident
 
     class Ending(ConversationEnv):
         async def at(self, place, conversation):
@@ -248,7 +252,14 @@ def test_each_conversation_is_ended_once_however_it_ends(make, failing):
 
         async def respond(self, conversation):
             await self.at("respond", conversation)
-            if conversation.task["answer"] == "3" and failing == "late":
+            if conversation.task["answer"] == "3" and failing in ("late", "engine"):
+                await asyncio.sleep(600)
+            if failing == "interrupted":
+                answered.append(conversation)
+                while sys._current_frames()[main].f_code.co_name != "wait":
+                    await asyncio.sleep(0.001)  # until it waits for these conversations
+                if len(answered) == 2:
+                    signal.pthread_kill(main, signal.SIGINT)
                 await asyncio.sleep(600)
             return Response(done=True)
 
@@ -257,26 +268,46 @@ def test_each_conversation_is_ended_once_however_it_ends(make, failing):
             return 1.0
 
         async def end(self, conversation):
-            await asyncio.sleep(0)  # not in a task that ends at once where it is cancelled
+            await asyncio.sleep(0.01)  # not in a task that ends at once where it is cancelled
             ended.append(id(conversation))
 
     def say(row):
-        if failing == "engine":
+        if failing == "engine" and row == 0:
             raise EngineFailed("no tokens")
         return "Yes."
 
     env = make(Ending, **({"max_seconds": 0.1} if failing == "late" else {}))
-    if failing in ("late", "engine"):
-        with pytest.raises((EngineFailed, UnjudgedError)):
+    raised = {"late": UnjudgedError, "engine": EngineFailed, "interrupted": KeyboardInterrupt}
+    if failing in raised:
+        with pytest.raises(raised[failing]):
             roll(env, say, num_prompts=1)
-        deadline = time.monotonic() + 60
-        while len(ended) < 2 and time.monotonic() < deadline:  # those that were cancelled
-            env.events.run(asyncio.sleep(0.01))
         assert len({*ended}) == len(ended) == 2
         return
     attempts, judged, _ = roll(env, say)
     assert sorted(ended) == sorted(id(attempt.conversation) for attempt in attempts)
     assert judged.columns[columns.VALID].tolist() == [not failing] * 2 + [True] * 2
+
+
+@pytest.mark.parametrize("end", ["fails", "is slow"])
+def test_what_is_wrong_with_an_end_is_logged_and_changes_no_result(make, caplog, end):
+    class Ending(Patient):
+        end_seconds = 0.05
+
+        async def end(self, conversation):
+            if end == "is slow":
+                await asyncio.sleep(600)
+            raise OSError("not removed")
+
+    _, judged, _ = roll(make(Ending), "Yes.")
+    assert judged.columns[columns.VALID].all()
+    said = "OSError: not removed" if end == "fails" else "0.05"
+    assert sum(said in record.getMessage() for record in caplog.records) == 4
+
+    def say(row):
+        raise EngineFailed("no tokens")
+
+    with pytest.raises(EngineFailed, match="no tokens"):
+        roll(make(Ending), say)
 
 
 def test_concurrent_rollouts_are_bounded(make):

@@ -37,10 +37,12 @@ class Local:
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
-def test_bash_says_what_a_command_prints_and_no_more_than_a_mebibyte():
+def test_bash_says_what_a_command_prints_and_no_more_than_a_mebibyte(tmp_path):
     tool = bash_in(Local())
     assert asyncio.run(tool("echo \"it's\" out; echo err >&2; exit 3")) == "it's out\nerr\n"
-    assert len(asyncio.run(tool("yes"))) == 2**20
+    much = f"head -c 3000000 /dev/zero | tr '\\0' y && echo as well > {tmp_path}/finished"
+    assert asyncio.run(tool(much)) == "y" * 2**20
+    assert (tmp_path / "finished").exists()  # it is not killed where it is not read
     assert asyncio.run(tool("cat")) == ""  # nothing to read
 
 
@@ -63,6 +65,10 @@ def live_in(docker):
 
 def calls_of(docker):
     return [json.loads(line) for line in (docker / "calls.jsonl").read_text().splitlines()]
+
+
+def verbs_of(docker):
+    return [call[0] for call in calls_of(docker)] if (docker / "calls.jsonl").exists() else []
 
 
 def wait_until(holds):
@@ -108,7 +114,7 @@ def test_a_task_is_set_up_worked_at_and_scored_in_its_container(make, docker):
     assert [call[-2:] for call in started] == [["mend:1", "infinity"]] * 2
     assert [sum("WHO=the task" in word for word in call) for call in started] == [1, 1]
     places = [next(i for i, call in enumerate(calls) if word in call) for word in
-              ("mkdir -p . && cat > state.txt", "cut", "bash")]  # fmt: skip
+              ("mkdir -p . && cat > state.txt", "cut", look)]  # fmt: skip
     assert places == sorted(places)  # no network from the end of setup on
 
 
@@ -121,12 +127,13 @@ def test_networks_and_users_of_a_container(make, docker):
     assert not any("NET_ADMIN" in call for call in calls)
     (started,) = (call for call in calls if call[0] == "run" and "--detach" in call)
     assert started[started.index("--memory") + 1] == "2.0g"
-    (ran,) = (call for call in calls if "bash" in call)
-    assert ran[ran.index("--user") + 1] == getpass.getuser()
+    ran = [call for call in calls if "bash" in call]
+    assert [call[call.index("--user") + 1] for call in ran] == [getpass.getuser()] * 2
 
 
 @pytest.mark.slow
-def test_a_killed_sampler_leaves_no_container(docker):
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_killed_sampler_leaves_no_container(docker, pulls):
     pytest.importorskip("verifiers", reason="verifiers pins openai below 3: see the guide")
     program = """
 import asyncio, os, sys
@@ -135,17 +142,20 @@ from tests.conversations.vf_boxes import Mend, MendData
 
 async def start():
     await runtimes.make(Mend(MendData(prompt="x", image="mend:1")), "one").start()
-    print("started", flush=True)
     await asyncio.sleep(600)
 
 runtimes = Runtimes("docker")
 asyncio.run(start())
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "started\n" and len(live_in(docker)) == 1
+    if pulls:
+        (docker / "pulling").touch()
+    process = subprocess.Popen([sys.executable, "-c", program])
+    wait_until(lambda: "run" in verbs_of(docker) if pulls else live_in(docker))
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    wait_until(lambda: not live_in(docker))
+    process.wait()
+    wait_until(lambda: "ps" in verbs_of(docker))
+    (docker / "pulling").unlink(missing_ok=True)  # when the reaper has looked once
+    wait_until(lambda: "made" in verbs_of(docker) and not live_in(docker))
 
 
 def test_a_runtime_of_one_s_own(make):
@@ -187,6 +197,38 @@ def test_work_in_a_container_that_has_ended_is_not_scored(make):
             roll(make(f"{HERE}:Dying"), said, num_prompts=1)
 
 
+def test_a_box_that_the_policy_breaks_is_scored_while_its_container_runs(make, docker):
+    """Without its working directory no command runs in a container, `true` neither."""
+    from rllib_llm.envs.judges.rewards import UnjudgedError
+
+    env = make("docker", {"broken": "box"})
+    _, judged, _ = roll(env, bash('rm -r "$PWD"'), "Done.", num_prompts=1)
+    assert judged.columns[columns.SCORES].tolist() == [0.0, 0.0]
+    assert judged.columns[columns.VALID].tolist() == [True, True]
+    with pytest.raises(UnjudgedError, match="the task's runtime has ended"):
+        roll(env, bash('rm -r "$(dirname "$PWD")"'), "Done.", num_prompts=1)
+
+
+def test_an_image_without_bash_is_refused_where_the_policy_has_the_tool(make):
+    from rllib_llm.envs.judges.rewards import UnjudgedError
+
+    with pytest.raises(UnjudgedError, match=r"runtime\.bash=True"):
+        roll(make(f"{HERE}:Bare"), "Done.", num_prompts=1)
+    _, judged, _ = roll(make({"class": f"{HERE}:Bare", "bash": False}), "Done.", num_prompts=1)
+    assert judged.columns[columns.SCORES].tolist() == [0.0, 0.0]
+
+
+def test_a_machine_s_network_is_given_where_it_is_asked_for(make):
+    env = make({"type": "apptainer", "class": OWN, "network_access": True})
+    roll(env, "Done.", num_prompts=1)
+
+
+def test_a_task_with_a_second_container_is_refused(make):
+    with pytest.raises(Problems) as caught:
+        make(OWN, taskset=f"{HERE}:Stagings", taskset_config={})
+    assert [problem.name for problem in caught.value.found] == ["task Staging number 0"]
+
+
 @pytest.mark.parametrize(
     ("runtime", "data", "name"),
     [
@@ -194,6 +236,10 @@ def test_work_in_a_container_that_has_ended_is_not_scored(make):
         ({"type": "subprocess"}, {"image": None}, "runtime.type"),
         (OWN, {"skills": ["rows/skills"]}, "task Mend number 0"),
         (OWN, {"network_allow": ["a.b"], "network_block": ["c.d"]}, "task Mend number 0"),
+        (OWN, {"artifacts": [{"source": "/out"}]}, "task Mend number 0"),
+        ("docker", {"network_allow": ["pypi.org"]}, "runtime.allow"),
+        ({"type": "docker", "allow": ["a.b"]}, {"network_allow": ["c.d"]}, "runtime.allow"),
+        ("apptainer", {}, "runtime.network_access"),
         ({"type": "dokcer"}, {}, "runtime"),
         ({"type": "docker", "imag": "x"}, {}, "runtime"),
         ({"type": "docker", "bash": "no"}, {}, "runtime.bash"),

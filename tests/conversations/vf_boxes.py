@@ -13,7 +13,7 @@ from verifiers.v1.runtimes import ProgramResult, Runtime
 
 class MendData(vf.TaskData):
     asked: str = "done"
-    broken: str = ""  # the hook that fails
+    broken: str = ""  # the hook that fails, or "box": the policy breaks it
 
 
 class Seen(vf.State):
@@ -36,7 +36,8 @@ class Mend(vf.Task[MendData, Seen, MendConfig]):
 
     async def finalize(self, trace: vf.Trace, runtime: Runtime) -> None:
         await self._at("finalize", runtime)
-        trace.state.at_end = (await runtime.read("state.txt")).decode().strip()
+        if self.data.broken != "box":
+            trace.state.at_end = (await runtime.read("state.txt")).decode().strip()
 
     @vf.reward
     async def mended(self, trace: vf.Trace, runtime: Runtime) -> float:
@@ -83,9 +84,12 @@ class Folder(Runtime):
     async def run(self, argv, env):
         if self.name not in self.live:
             return ProgramResult(1, "", "no such container")
-        process = await asyncio.create_subprocess_exec(
-            *argv, cwd=self.folder.name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, cwd=self.folder.name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except FileNotFoundError as error:
+            return ProgramResult(127, "", str(error))
         try:
             out, err = await process.communicate()
         except BaseException:
@@ -105,6 +109,23 @@ class Dying(Folder):
 
     async def prepare_execution(self, routes) -> None:
         self.cleanup()
+
+
+class Bare(Folder):
+    """Has no bash."""
+
+    async def run(self, argv, env):
+        return await super().run(["no-bash" if argv[0] == "bash" else argv[0], *argv[1:]], env)
+
+
+class Staging(Mend):
+    async def stage_verifier(self, trace: vf.Trace, runtime: Runtime) -> None:
+        pass
+
+
+class Stagings(vf.Taskset[Staging, vf.TasksetConfig]):
+    def load(self):
+        yield Staging(MendData(prompt="Mend state.txt."))
 
 
 class NoRuntime:

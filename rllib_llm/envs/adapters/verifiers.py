@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from rllib_llm.conversations.chat_format import Message
 from rllib_llm.conversations.conversation import Conversation
-from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes, bash_in
+from rllib_llm.envs.adapters.verifiers_runtimes import Runtimes, bash_in, is_running
 from rllib_llm.envs.conversation import ConversationEnv
 from rllib_llm.envs.settings import declared
 from rllib_llm.envs.tools import FunctionTool, tool_schema
@@ -37,8 +37,7 @@ from rllib_llm.shared.setting import Settings, setting
 
 def prompt_of(task: Any) -> list[dict[str, Any]]:
     """A task's first messages as chat templates take them."""
-    data = task.data
-    prompt = data.prompt
+    data, prompt = task.data, task.data.prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
@@ -139,9 +138,8 @@ def _parsed(message: Message) -> Any:
 _TRACE = "trace"  # under which a conversation's state holds verifiers' record of it
 _TOOLSETS = "toolsets"
 _RUNTIME, _AGENT = "runtime", "agent"  # the task's own, and as the agent's user sees it
-# Of a task; verifiers gives the first three a runtime, and the last one's variables to it. Its
-# harness for one agent calls no `stage_verifier` and moves no `artifacts`.
-_HOOKS = ("setup", "finalize", "stage_verifier", "runtime_env")
+# Of a task; verifiers gives the first two a runtime, and the last one's variables to it.
+_HOOKS = ("setup", "finalize", "runtime_env")
 
 
 class TaskSet(Settings):
@@ -223,8 +221,7 @@ class VerifiersEnv(ConversationEnv):
         return tasks
 
     def rows(self) -> Any:
-        tasks = enumerate(self.vf_tasks)
-        return [{"prompt": prompt_of(task), "position": place} for place, task in tasks]
+        return [{"prompt": prompt_of(task), "position": i} for i, task in enumerate(self.vf_tasks)]
 
     def tools(self) -> Sequence[Any]:
         one_of_each = {type(task): task for task in reversed(self.vf_tasks)}
@@ -264,7 +261,12 @@ class VerifiersEnv(ConversationEnv):
             await runtime.start()
             await runtime.prepare_setup()
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
-            conversation.state[_AGENT] = await resolve_agent_runtime(runtime, task.data.agent_user)
+            agent = await resolve_agent_runtime(runtime, task.data.agent_user)
+            conversation.state[_AGENT] = agent
+            if self.runtimes.has_bash:
+                tried = await agent.run(["bash", "-c", ":"], {})
+                require(not tried.exit_code, "runtime.bash", True, "be false: the image has none",
+                        tried.stderr, "Write so, or install bash in it")  # fmt: skip
             await runtime.prepare_execution([])  # the policy's network, without routes to verifiers
         toolsets = conversation.state[_TOOLSETS] = _checked(type(task).toolsets(task.config))
         for toolset in toolsets:
@@ -297,7 +299,7 @@ class VerifiersEnv(ConversationEnv):
         runtime = conversation.state.get(_RUNTIME)
         await invoke(task.finalize, {"trace": trace, "runtime": runtime})
         await task.score(trace, runtime)
-        if runtime is not None and not await runtime.alive():  # what fails there looks like wrong
+        if runtime is not None and not await is_running(runtime):  # its failures look wrong
             raise Away("the task's runtime has ended")
         unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if unscored:
@@ -344,10 +346,11 @@ def _check_task(task: Any, runtimes: Runtimes | None) -> None:
     takes = [(f, inspect.signature(f).parameters.get("runtime")) for f in scoring]
     wants = [getattr(f, "__name__", str(f)) for f, p in takes if p and p.default is p.empty]
     data, alone = task.data, runtimes is None
-    boxed = (task.NEEDS_CONTAINER, data.image, data.agent_user, data.artifacts)
     name = f"task {type(task).__name__} number {data.idx}"
+    moves = data.artifacts or type(task).stage_verifier is not vf.Task.stage_verifier
     reasons = {
-        "it runs in a container": alone and any(boxed),
+        "artifacts and stage_verifier want a second container": moves,
+        "it runs in a container": alone and (task.NEEDS_CONTAINER or data.image or data.agent_user),
         f"{sorted([*hooks, *wants])} want a runtime": alone and (hooks or wants),
         "skills are installed by verifiers' harnesses": data.skills,
         f"@vf.intercept of {rewriting} rewrites what was sampled": rewriting,
@@ -414,8 +417,7 @@ def _bound(toolset: Any, method: Callable[..., Any], trace: Any) -> Callable[...
                 result = await call(contextvars.copy_context().run, method, **arguments)
         finally:
             _call_state.reset(token)
-        after = state.model_dump_json()
-        if after != before:
+        if (after := state.model_dump_json()) != before:
             trace.state = type(trace.state).model_validate_json(after)
         return result
 

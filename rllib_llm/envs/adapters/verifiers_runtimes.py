@@ -19,12 +19,13 @@ from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import blamed_on
 
 # The reaper: its input ends with the process that made it; then it removes the containers with a
-# label. It is no child of that process, since Ray kills the children of a worker that it ends. The
-# second that it waits is for a container that was being made.
+# label. It is no child of that process, since Ray kills the children of a worker that it ends. It
+# looks again for 8.5 minutes: a `docker run` may outlive its process while it downloads an image.
 _REAP = """exec 3<&0
-{ cat <&3; sleep 1; "$0" ps --all --quiet --filter "label=$1" | xargs -r "$0" rm --force; } &"""
+{ cat <&3; for pause in 1 2 4 8 16 32 64 128 256; do sleep $pause
+"$0" ps --all --quiet --filter "label=$1" | xargs -r "$0" rm --force; done; } &"""
 # The sampler reads all that a command prints before it shortens it: a mebibyte at most.
-_BASH = 'bash -c "$1" 2>&1 </dev/null | head -c 1048576'
+_BASH = 'bash -c "$1" 2>&1 </dev/null | { head -c 1048576; cat >/dev/null; }'
 
 
 class Runtimes:
@@ -34,7 +35,8 @@ class Runtimes:
         given: verifiers' config of a runtime, {type: docker, ...}, or the type alone. Its key
             `class` is the dotted path of a `vf.Runtime`, which is made with the config and a name
             in place of verifiers' own; the path may also stand alone. `bash`: whether the policy
-            has a tool of this name. Where it says nothing of networks, the policy has none.
+            has a tool of this name. Where it says nothing of networks, the policy has none; in
+            apptainer it has the machine's, for which `network_access: true` is wanted.
 
     Raises:
         Problems: it is no such config, or the program that it needs is not there.
@@ -53,8 +55,12 @@ class Runtimes:
                 "the policy's commands would be the run's own", "Write docker")  # fmt: skip
         with blamed_on("runtime", given, "be verifiers' config of a runtime", remedy="Correct it"):
             config_of: TypeAdapter[Any] = TypeAdapter(runtimes.RuntimeConfig)
+            is_open = config["type"] == "apptainer" and config.pop("network_access", None)
             self._config = config_of.validate_python(config)
             can_close = isinstance(self._config, runtimes.NetworkPolicyConfig)
+            require(can_close or is_open is True, "runtime.network_access", is_open, "be true",
+                    f"{config['type']} gives the policy the network of this machine",
+                    "Say so, or take docker or podman")  # fmt: skip
             if can_close and not config.keys() & {"allow", "block", "network_access"}:
                 self._config = config_of.validate_python({**config, "allow": [], "block": ["*"]})
             own = type(runtimes.make_runtime(self._config))
@@ -78,7 +84,11 @@ class Runtimes:
         where it cannot have these."""
         from verifiers.v1.utils.compile import resolve_runtime_config
 
-        return resolve_runtime_config(self._config, task, self._warned)
+        config = resolve_runtime_config(self._config, task, self._warned)
+        hosts = task.data.network_allow  # verifiers takes those alone that the config allows, too
+        require(not hosts or "*" in hosts or config.allow, "runtime.allow", ...,
+                "have hosts of the task's", f"it wants {hosts}", f"Write {hosts}")  # fmt: skip
+        return config
 
     def make(self, task: Any, name: str) -> Any:
         """A `vf.Runtime` for a task, which is not started yet."""
@@ -95,6 +105,16 @@ class Runtimes:
         """Removes the containers that are left, by the reaper."""
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
+
+
+async def is_running(runtime: Any) -> bool:
+    """Whether a container runs, even a broken one; of other engines whether they run a command."""
+    from verifiers.v1.runtimes import DockerRuntime
+
+    if not isinstance(runtime, DockerRuntime):
+        return bool(await runtime.alive())
+    asked = (runtime.engine, "inspect", "--format", "{{.State.Running}}", runtime._container)
+    return (await runtime._run_host(*asked)).stdout.strip() == "true"
 
 
 def bash_in(runtime: Any) -> Callable[..., Any]:
