@@ -127,7 +127,10 @@ def environment_rules(config: Any) -> Iterator[Problem]:
             if not config.num_env_runners:
                 yield warning(f"{place}.num_env_runners", "be left out with num_env_runners=0",
                               "the sampler of this process opens all environments", "", num)
-            elif not isinstance(num, int) or not 0 < num <= config.num_env_runners:
+            elif not weight:
+                yield warning(f"{place}.num_env_runners", "be left out with weight=0",
+                              "no sampler of training opens it", "", num)
+            elif type(num) is not int or not 0 < num <= config.num_env_runners:
                 yield Problem(f"{place}.num_env_runners", f"be 1 to {config.num_env_runners}, the "
                               "run's num_env_runners", "so many of its samplers open it",
                               f"Write {config.num_env_runners}", num)  # fmt: skip

@@ -35,7 +35,7 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.modules.images import files_text, with_images
+from rllib_llm.modules.images import files_text, image_columns, with_images
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
@@ -330,8 +330,11 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         batch |= {name: column.cpu() for name, column in told.items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
-        shows = columns.IMAGE_ROW in batch
-        seen = {"seen": with_images(batch, env.images_at)} if shows else {}
+        shown = {attempt.group: attempt.conversation.shown["images"] for attempt in attempts
+                 if attempt.conversation.shown}  # fmt: skip
+        seen = {"seen": with_images(
+            batch, lambda groups, _: image_columns([shown[group] for group in groups])
+        )} if shown else {}  # fmt: skip
         logprobs = env.reference.logprobs(*given, env.settings["temperature"], **seen)
         batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()
