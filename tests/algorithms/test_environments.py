@@ -291,19 +291,16 @@ def test_a_number_of_samplers_of_an_environment_that_is_not_sampled_is_named():
     assert ("envs.letters.num_env_runners", "warning") in found
 
 
-ASKED = "a?"  # what environments with images ask
-
-
 def shades(weight, shades, **entry):
     """An environment whose prompts each show their own colour."""
-    rows = [{"image": image(shade), "prompt": ASKED} for shade in shades]
+    rows = [{"image": image(shade), "prompt": "a?"} for shade in shades]
     return {"weight": weight, "prompts": {"data": rows, "max_prompt_len": 16},
             "rewards": {"functions": DIGITS}, **entry}  # fmt: skip
 
 
 def test_each_group_is_shown_the_images_of_its_environment(tmp_path):
-    """Two of three groups are of three reds, of which one comes again; every third of two blues.
-    Of the samplers the last opens reds alone, which is asked for none of the blues."""
+    """Of three groups two are of three reds, the third of two blues. Blues are open in the first
+    sampler alone."""
     config = mixed(2, num_completions=2, rows=12)
     config.language_model(model=str(saved(tmp_path)))
     config.envs = {"blues": shades(1, (3, 9), num_env_runners=1), "text": letters(weight=0),
@@ -330,8 +327,29 @@ def test_each_group_is_shown_the_images_of_its_environment(tmp_path):
         place = lease.places[group - 6]
         assert place.env == number
         shade = own[number][place.position].images[0].getpixel((0, 0))[0]
-        # A Gemma's processor maps 0..255 to -1..1.
-        assert float(shown["pixel_values"][0, 0, 0, 0]) == pytest.approx(shade / 127.5 - 1, abs=1e-4)
+        red = float(shown["pixel_values"][0, 0, 0, 0])  # -1..1, by Gemma's processor
+        assert red == pytest.approx(shade / 127.5 - 1, abs=1e-4)
+
+
+class Answering:
+    """Actors of two samplers that answer by what they were asked."""
+
+    workers = (1, 2)
+
+    def healthy(self):
+        return [1, 2]
+
+    def call(self, *asked):
+        return asked
+
+    def answer(self, call):
+        return call
+
+
+def test_a_sampler_that_opens_the_environment_is_asked():
+    pool = SamplerPool(Answering(), Faults())
+    assert pool.ask("images_at", [3], 1, among=("2",)) == (2, "images_at", [3], 1)
+    assert pool.ask("images_at", [3], 0) == (1, "images_at", [3], 0)
 
 
 @pytest.mark.parametrize("config", [
