@@ -215,10 +215,8 @@ def with_images(
     numbers, own = batch.get(ENVIRONMENT, shows * 0), batch.get(POSITION, batch[GROUP])
     both = torch.stack([numbers.long(), own], dim=1)[shows >= 0]
     prompts, places = both.unique(dim=0, return_inverse=True)
-    of_envs: dict[int, list[int]] = {}
-    for number, position in prompts.tolist():
-        of_envs.setdefault(number, []).append(position)
-    images = [read(positions, number) for number, positions in of_envs.items()]
+    images = [read(prompts[prompts[:, 0] == number, 1].tolist(), number)
+              for number in prompts[:, 0].unique().tolist()]  # fmt: skip
     whole = images[0]
     if len(images) > 1:
         whole = image_columns([row for each in images for row in image_rows(each)])

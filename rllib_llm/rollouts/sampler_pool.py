@@ -210,9 +210,7 @@ class SamplerPool:
 
     def ask(self, method: str, *args: Any, among: Collection[str] = ()) -> Any:
         """The answer of the first sampler that is there; one that is starting is waited for.
-
-        Args:
-            among: names of those that may be asked; (): all.
+        `among`: names of those that may be asked; (): all.
 
         Raises:
             RuntimeError: none came in the time that a restart may take.

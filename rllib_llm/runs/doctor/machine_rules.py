@@ -208,11 +208,7 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
         for envs, count in Counter(samplers).items() or [(None, 0)]:
             opened = [(part, sizes[part.entry]) for i, part in enumerate(parts)
                       if part.num_prompts and (envs is None or i in envs)]  # fmt: skip
-            num_prompts = sum(
-                part.num_prompts / (len(rules.env_samplers[i]) or max(1, stage.num_samplers))
-                for i, part in enumerate(parts) if envs is None or i in envs
-            )
-            sampler = _sampler_bytes(stage, policy, opened, num_prompts)
+            sampler = _sampler_bytes(stage, policy, opened)
             if not count:
                 shares = [("process", 1, learner + sampler)]
             else:
@@ -250,11 +246,10 @@ def _learner_bytes(stage: Stage, policy: int) -> float:
 
 
 def _sampler_bytes(
-    stage: Stage, policy: int, parts: Sequence[tuple[Stage, Mapping[str, int]]], num_prompts: float
+    stage: Stage, policy: int, parts: Sequence[tuple[Stage, Mapping[str, int]]]
 ) -> float:
-    """KV cache of its share of an iteration's prompts, and frozen models; of several environments,
-    which have each its `sizes`, as many and as long rows as any has, and all frozen models, those
-    that are alike once."""
+    """KV cache and frozen models; of several environments, which have each its `sizes`, as many and
+    as long rows as any has, and all frozen models, those that are alike once."""
     from rllib_llm.modules.model_source import text_config
 
     config, total = stage.config, 0.0
@@ -263,7 +258,9 @@ def _sampler_bytes(
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         most = max(part.config.num_completions for part, _ in parts)
-        rows = num_prompts * most
+        own = dict(zip(config.env_names, config.samplers_of_envs(), strict=True))
+        rows = most * sum(part.num_prompts / (len(own[part.entry]) or max(1, stage.num_samplers))
+                          for part, _ in parts)  # fmt: skip
         rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
         tokens = max(part.env.get("max_prompt_len", 0) + part.config.max_new_tokens
                      for part, _ in parts)  # fmt: skip
