@@ -160,7 +160,8 @@ class MixedRollouts:
             return data
         sampled = self._source.next()
         is_data = torch.zeros_like(sampled.columns[columns.VALID])
-        of_prompts = {columns.IMAGE_ROW, *columns.TEACHER_PROMPTS}
+        of_prompts = {columns.IMAGE_ROW, columns.ENVIRONMENT, columns.POSITION,
+                      *columns.TEACHER_PROMPTS}  # fmt: skip
         kept = sampled.columns.keys() & (data.columns.keys() | of_prompts)
         sampled.columns = {name: sampled.columns[name] for name in kept}
         sampled.columns[columns.FROM_DATA] = is_data

@@ -248,12 +248,13 @@ class RLHF(LanguageModelAlgorithm):
         )  # fmt: skip
         self._record_trained(sampled, self.foreach_learner(call))
 
-    def _images_at(self, positions: list[int]) -> dict[str, Any]:
-        """Columns of what prompts show, as a sampler reads them."""
+    def _images_at(self, positions: list[int], number: int) -> dict[str, Any]:
+        """Columns of what prompts of an environment show, as a sampler that opens it reads them."""
         pool = self._pools[self.env_runner_group]
         if pool.num_samplers:
-            return pool.ask("images_at", positions)
-        return self.env_runner.images_at(positions)
+            among = self.config.samplers_of_envs()[number]
+            return pool.ask("images_at", positions, number, among=among)
+        return self.env_runner.images_at(positions, number)
 
     # --- its steps in a custom loop, see `custom_loop.py` ---------------------------------
 

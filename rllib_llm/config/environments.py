@@ -124,10 +124,11 @@ def environment_rules(config: Any) -> Iterator[Problem]:
         num = given.get("num_env_runners")
         opened += [num] if weight else []
         if num is not None and not config.in_evaluation:
-            if not config.num_env_runners:
-                yield warning(f"{place}.num_env_runners", "be left out with num_env_runners=0",
-                              "the sampler of this process opens all environments", "", num)
-            elif not isinstance(num, int) or not 0 < num <= config.num_env_runners:
+            if not config.num_env_runners or not weight:
+                why = "the sampler of this process opens all" if weight else "none opens it"
+                at = "num_env_runners=0" if weight else "weight=0"
+                yield warning(f"{place}.num_env_runners", f"be left out with {at}", why, "", num)
+            elif type(num) is not int or not 0 < num <= config.num_env_runners:
                 yield Problem(f"{place}.num_env_runners", f"be 1 to {config.num_env_runners}, the "
                               "run's num_env_runners", "so many of its samplers open it",
                               f"Write {config.num_env_runners}", num)  # fmt: skip

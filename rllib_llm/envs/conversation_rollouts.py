@@ -35,7 +35,7 @@ from rllib_llm.envs.judges.reward_functions import (
 from rllib_llm.envs.judges.rewards import Rewards, RewardSum, UnjudgedError
 from rllib_llm.envs.prompts import PromptRow
 from rllib_llm.envs.tools import ToolResult
-from rllib_llm.modules.images import files_text, with_images
+from rllib_llm.modules.images import files_text, image_columns
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, require
 from rllib_llm.shared.messages import told
@@ -330,8 +330,9 @@ def judge(env: ConversationEnv, attempts: Sequence[Rollout], pad_token_id: int) 
         batch |= {name: column.cpu() for name, column in told.items()}
     if env.reference is not None:
         given = (batch[name].to(env.device) for name in _TOKENS)
-        shows = columns.IMAGE_ROW in batch
-        seen = {"seen": with_images(batch, env.images_at)} if shows else {}
+        shown = {each.row_id: each.conversation.shown.get("images", {}) for each in attempts}
+        images = image_columns([shown[row_id] for row_id in batch[columns.ROW_ID].tolist()])
+        seen = {"seen": images} if images else {}
         logprobs = env.reference.logprobs(*given, env.settings["temperature"], **seen)
         batch[columns.REF_LOGPROBS] = logprobs.cpu()
     row_ids = batch[columns.ROW_ID].tolist()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rllib_llm.shared.columns import GROUP, IMAGE_ROW, fetched
+from rllib_llm.shared.columns import ENVIRONMENT, GROUP, IMAGE_ROW, POSITION, fetched
 from rllib_llm.shared.errors import Problems, require
 
 PREFIX, SHAPE = "image/", "image_shape/"
@@ -204,17 +204,24 @@ def images_of(batch: Mapping[str, Any]) -> Shown | None:
 
 
 def with_images(
-    batch: Mapping[str, Any], read: Callable[[list[int]], dict[str, Tensor]]
+    batch: Mapping[str, Any], read: Callable[[list[int], int], dict[str, Tensor]]
 ) -> dict[str, Any]:
     """A batch of completions with what its prompts show, each group's once: samplers and ledgers
-    hand on rows alone. `read`: gives the columns of what prompts at these positions show."""
+    hand on rows alone. `read`: gives the columns of what prompts show that have these positions in
+    an environment, of this number."""
     shows = batch.get(IMAGE_ROW)
     if shows is None or not bool((shows >= 0).any()):
         return {name: column for name, column in batch.items() if name != IMAGE_ROW}
-    positions, places = batch[GROUP][shows >= 0].unique(return_inverse=True)
-    images = read(positions.tolist())
-    rows = shows.masked_scatter(shows >= 0, images.pop(IMAGE_ROW).to(places.device)[places])
-    return {**batch, IMAGE_ROW: rows, **images}
+    numbers, own = batch.get(ENVIRONMENT, shows * 0), batch.get(POSITION, batch[GROUP])
+    both = torch.stack([numbers.long(), own], dim=1)[shows >= 0]
+    prompts, places = both.unique(dim=0, return_inverse=True)
+    images = [read(prompts[prompts[:, 0] == number, 1].tolist(), number)
+              for number in prompts[:, 0].unique().tolist()]  # fmt: skip
+    whole = images[0]
+    if len(images) > 1:
+        whole = image_columns([row for each in images for row in image_rows(each)])
+    rows = shows.masked_scatter(shows >= 0, whole.pop(IMAGE_ROW).to(places.device)[places])
+    return {**batch, IMAGE_ROW: rows, **whole}
 
 
 def image_token_id(config: Any) -> int | None:

@@ -90,10 +90,10 @@ class ConversationSampler(Sampler):
     def _batch(
         self, generated: UnjudgedBatch, rows: dict[str, torch.Tensor], **judged: Any
     ) -> JudgedBatch:
-        scores = rows[columns.SCORES]
+        origin = self.environment.origin(rows[columns.GROUP], generated.request)
         return JudgedBatch(
-            columns=rows | self.environment.origin(scores), rewards=scores,
-            weights=generated.weights, pad_token_id=self.policy.pad_token_id, **judged,
+            columns=rows | origin, rewards=rows[columns.SCORES], weights=generated.weights,
+            pad_token_id=self.policy.pad_token_id, **judged,
         )  # fmt: skip
 
     def _attempts(

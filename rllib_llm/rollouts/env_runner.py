@@ -247,15 +247,17 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         """The policy's module; None where an engine generates, or before it is made."""
         return self.policy.module if isinstance(self.policy, ModulePolicy) else None
 
-    def images_at(self, positions: list[int]) -> dict[str, torch.Tensor]:
-        """Columns of what the prompts at these positions show: samplers hand in rows alone.
+    def images_at(self, positions: list[int], number: int = 0) -> dict[str, torch.Tensor]:
+        """Columns of what the prompts at these positions of an environment show: samplers hand in
+        rows alone. `number`: of several environments, which it is.
 
         Raises:
             Problems: the environment shows images, and does not say them again.
         """
-        require(hasattr(self.env, "images_at"), "env", type(self.env).__name__,
+        env = self.envs[[*self._configs][number]]
+        require(hasattr(env, "images_at"), "env", type(env).__name__,
                 "have images_at(positions) where it shows images")  # fmt: skip
-        return self.env.images_at(positions)
+        return env.images_at(positions)
 
     def share_module(self, module: RLModule) -> None:
         """Samples with `module`, the learner's in the same process; a separate engine is kept."""

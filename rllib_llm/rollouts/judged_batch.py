@@ -293,6 +293,8 @@ def _column(batch: JudgedBatch, name: str, kind: Column) -> Column:
         return torch.ones_like(batch.rewards)
     if name == columns.ENVIRONMENT:  # of a checkpoint, when there was one
         return torch.zeros_like(batch.rewards, dtype=kind.dtype)
+    if name == columns.POSITION:
+        return batch.columns[columns.GROUP]
     if name.startswith((columns.REWARD_PART, columns.REWARD_WEIGHT)):
         return torch.full_like(batch.rewards, torch.nan)
     if name == columns.IMAGE_ROW:  # all of its prompts are text

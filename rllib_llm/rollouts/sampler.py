@@ -75,12 +75,15 @@ class SamplingEnvironment:
         finally:
             self._places.put(place)
 
-    def origin(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`columns.REPLICA`, and of several environments `columns.ENVIRONMENT`, for as many rows
-        as `like` has."""
-        numbers = {columns.REPLICA: self._replica, columns.ENVIRONMENT: self._number}
-        return {name: torch.full_like(like, number, dtype=torch.int32)
-                for name, number in numbers.items() if number is not None}  # fmt: skip
+    def origin(self, groups: torch.Tensor, request: SampleRequest) -> dict[str, torch.Tensor]:
+        """`columns.REPLICA`, and of several environments `columns.ENVIRONMENT` and
+        `columns.POSITION`, for rows of these groups, [B] int64, of a request."""
+        found = {columns.REPLICA: torch.full_like(groups, self._replica, dtype=torch.int32)}
+        if self._number is not None:
+            found[columns.ENVIRONMENT] = torch.full_like(groups, self._number, dtype=torch.int32)
+            places = torch.searchsorted(torch.tensor(request.positions).to(groups.device), groups)
+            found[columns.POSITION] = request.position + places
+        return found
 
     def prompts(self, request: SampleRequest) -> dict[str, torch.Tensor]:
         """The prompts of a request, those of a group adjacent, and which they are."""
@@ -98,7 +101,7 @@ class SamplingEnvironment:
             columns.PROMPT_INDEX: infos[columns.PROMPT_INDEX],
             columns.ROW_ID: row_ids.to(device),
             columns.GROUP: groups.to(device),
-            **self.origin(row_ids.to(device)),
+            **self.origin(groups.to(device), request),
         }
 
     def judge(self, completions: Mapping[str, torch.Tensor], global_step: int) -> Judgement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -208,15 +208,16 @@ class SamplerPool:
                 what, _ = last_error(str(error))
                 raise BrokenSamplerError(f"Sampler {worker} cannot be built: {what}") from error
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def ask(self, method: str, *args: Any, among: Collection[str] = ()) -> Any:
         """The answer of the first sampler that is there; one that is starting is waited for.
+        `among`: names of those that may be asked; (): all.
 
         Raises:
             RuntimeError: none came in the time that a restart may take.
         """
         end = time.monotonic() + self.start_limit
         while time.monotonic() < end:
-            for worker in self.healthy():
+            for worker in (w for w in self.healthy() if not among or str(w) in among):
                 try:
                     return self.actors.answer(self.actors.call(worker, method, *args))
                 except RayTaskError as error:  # it is alive, and says why not

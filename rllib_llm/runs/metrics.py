@@ -132,7 +132,8 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("replay/added_per_s, replay/drawn_per_s", "groups/s", "over the iteration"),
         ("replay/on_policy", "share", "of the batch's groups, that were not drawn"),
         ("replay/evicted, replay/used_up", "groups", "removed: buffer full, `replay_max_uses`"),
-        ("replay/<environment>/<name>", "as above", "the same of each of `envs`"),
+        ("replay/<environment>/<name>", "as above", "of each of `envs`: occupancy, added, drawn, "
+         "evicted, used_up, added_per_s, drawn_per_s, on_policy"),
     ),
     "Rollouts kept, since the process began": (
         ("rollout_store/rows, rollout_store/lost", "completions", "written; not, after an error"),

@@ -16,6 +16,7 @@ from ray.tune.search.sample import Categorical, Float, Integer
 from ray.tune.search.variant_generator import generate_variants
 
 from rllib_llm.config.schema import flat_settings
+from rllib_llm.config.tabled_config import flattened
 from rllib_llm.runs.experiments import Experiment, algorithm_class
 from rllib_llm.runs.results import flatten, number
 from rllib_llm.shared.errors import Problem, Problems, require, suggestion, unknown_key
@@ -247,15 +248,31 @@ def planned_iterations(
     stop: Mapping[str, Any], config: Any, changes: Mapping[str, Any] | None = None
 ) -> int | None:
     """Return after how many iterations `stop` ends a trial at the latest, None where it does not
-    say. `changes`: settings laid over those of the algorithm's `config`."""
+    say. `changes`: settings laid over those of the algorithm's `config`. Of several environments
+    with different numbers of completions the weights say how many an iteration has."""
     ends = []
     if (iterations := number(stop.get("training_iteration")) or 0.0) > 0:
         ends.append(iterations)
-    names = ("train_batch_size_per_learner", "num_learners")
-    size, learners = (
-        number((changes or {}).get(name, getattr(config, name, None))) for name in names
+    names = ("train_batch_size_per_learner", "num_learners", "num_completions", "envs")
+    size, learners, of_group, envs = (
+        (changes or {}).get(name, getattr(config, name, None)) for name in names
     )
+    num = (number(size) or 0.0) * max(1.0, number(learners) or 0.0)
+    if isinstance(envs, Mapping) and hasattr(config, "envs"):
+        num = num // (number(of_group) or math.inf) * _mean_of_group(type(config), envs, of_group)
     episodes = number(stop.get("episode")) or 0.0
-    if episodes > 0 and size and learners is not None:
-        ends.append(episodes / (size * max(1, learners)))
+    if episodes > 0 and num > 0 and number(learners) is not None:
+        ends.append(episodes / num)
     return math.ceil(min(ends)) if ends else None
+
+
+def _mean_of_group(config_class: Any, envs: Mapping[str, Any], of_run: Any) -> float:
+    """Completions of a group, the mean by the weights of several environments; 0: not known yet."""
+    entries = [flattened(config_class, entry, found=[]) for entry in envs.values()
+               if isinstance(entry, Mapping)]  # fmt: skip
+    pairs = [(number(entry.get("weight", 1)), number(entry.get("num_completions", of_run)))
+             for entry in entries]  # fmt: skip
+    known = [(weight, num) for weight, num in pairs if weight is not None and num is not None]
+    total = sum(weight for weight, _ in known)
+    are_known = total > 0 and len(known) == len(envs)
+    return sum(weight * num for weight, num in known) / total if are_known else 0.0

@@ -40,6 +40,7 @@ PROMPT_INDEX = "prompt_index"  # [B] int64, the prompt's row in its data set
 IMAGE_ROW = "image_row"  # [B] int64, which of the batch's images its prompt shows; -1: none
 ROW_ID = "row_id"  # [B] int64, prompt position * completions per prompt + place in the group
 GROUP = "group"  # [B] int64, the prompt's position: rows alike in it are completions of one prompt
+POSITION = "position"  # [B] int64, of several environments: the prompt's position in its own
 FROM_DATA = "from_data"  # [B] bool, True where a data set has the completion, not the policy
 REPLICA = "replica"  # [B] int32, of the environment that judged the row: its sampler's number
 ENVIRONMENT = "environment"  # [B] int32, of several: the number of the row's in `envs`

@@ -65,6 +65,17 @@ def test_a_share_of_the_batch_is_the_data_s(share):
     assert torch.equal(*data)
 
 
+def test_sampled_rows_beside_data_are_those_of_their_environments():
+    made = config(on_policy_share=0.5, distill_data=tiny_runs.TEXTS, beta=0.0)
+    made.environments(one={}, other={})
+    with tiny_runs.built(made) as algorithm:
+        batch = algorithm.rollouts.next()
+        of = algorithm.train()["env"]
+    sampled = ~batch.columns[columns.FROM_DATA]
+    assert {*batch.columns[columns.ENVIRONMENT][sampled].tolist()} == {0, 1}
+    assert of["one/episodes"] + of["other/episodes"] == 6
+
+
 def test_a_teacher_in_the_environment_reads_its_own_prompts():
     made = config(teacher_in="environment", teacher_top_k=5, teacher_prompt="hint")
     with tiny_runs.built(made) as algorithm:

@@ -16,12 +16,13 @@ import torch
 from rllib_llm.algorithms.env_weights import Difficulty
 from rllib_llm.algorithms.grpo import GRPOConfig
 from rllib_llm.data.rollouts import open_rollouts
+from rllib_llm.modules.images import image_rows, with_images
 from rllib_llm.overseer.phases import STARTING, Phases
 from rllib_llm.rollouts import source
 from rllib_llm.rollouts.errors import Faults
 from rllib_llm.rollouts.groups import Lease
 from rllib_llm.rollouts.in_flight import SingleRows
-from rllib_llm.rollouts.judged_batch import judged_groups, opened, requests_of
+from rllib_llm.rollouts.judged_batch import concatenate, judged_groups, opened, requests_of
 from rllib_llm.rollouts.mixture import Mixture
 from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
@@ -30,6 +31,7 @@ from rllib_llm.runs.verify import verify
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import errors_of
 from tests.algorithms import tiny_runs as tiny
+from tests.data.test_image_prompts import image, saved
 from tests.learners.tiny_learners import build
 from tests.rollouts.tiny_samplers import (
     ScriptedActors,
@@ -272,6 +274,7 @@ def test_samplers_that_open_some_environments_sample_the_same_bits(tmp_path):
 @pytest.mark.parametrize(("num_samplers", "own", "name"), [
     (2, {"letters": 3}, "envs.letters.num_env_runners"),
     (2, {"letters": 0}, "envs.letters.num_env_runners"),
+    (2, {"letters": True}, "envs.letters.num_env_runners"),
     (3, {"letters": 1, "sums": 1}, "num_env_runners"),
 ])  # fmt: skip
 def test_wrong_numbers_of_samplers_are_named(num_samplers, own, name):
@@ -279,6 +282,77 @@ def test_wrong_numbers_of_samplers_are_named(num_samplers, own, name):
     for env, number in own.items():
         config.envs[env]["num_env_runners"] = number
     assert name in [problem.name for problem in errors_of(config.problems())]
+
+
+def test_a_number_of_samplers_of_an_environment_that_is_not_sampled_is_named():
+    config = mixed(2)
+    config.envs["letters"] |= {"weight": 0, "num_env_runners": 1}
+    found = [(problem.name, problem.severity) for problem in config.problems()]
+    assert ("envs.letters.num_env_runners", "warning") in found
+
+
+def shades(weight, shades, **entry):
+    """An environment whose prompts each show their own colour."""
+    rows = [{"image": image(shade), "prompt": "a?"} for shade in shades]
+    return {"weight": weight, "prompts": {"data": rows, "max_prompt_len": 16},
+            "rewards": {"functions": DIGITS}, **entry}  # fmt: skip
+
+
+def test_each_group_is_shown_the_images_of_its_environment(tmp_path):
+    """Of three groups two are of three reds, the third of two blues. Blues are open in the first
+    sampler alone."""
+    config = mixed(2, num_completions=2, rows=12)
+    config.language_model(model=str(saved(tmp_path)))
+    config.envs = {"blues": shades(1, (3, 9), num_env_runners=1), "text": letters(weight=0),
+                   "reds": shades(2, (200, 240, 255))}  # fmt: skip
+    runners = {i + 1: build_sampler(config, i + 1) for i in range(2)}
+    mixture = Mixture((1.0, 0.0, 2.0), batch_size=6)
+    lease = Lease(1, 6, 6, publication(), places=tuple(mixture.place(p) for p in range(6, 12)))
+    requests = requests_of(lease, ServingSettings(2, env_completions=(2, 2, 2)))
+    batch = concatenate([judged(runners[2 - (r.env == 0)], r, publication()) for r in requests])
+    assert sorted(runners[2].envs) == ["reds"]
+    calls = []
+
+    def read(positions, number):
+        calls.append((number, positions))
+        return runners[2 - (number == 0)].images_at(positions, number)
+
+    seen = image_rows(with_images(batch.columns, read))
+    own = {i: [*env.prompts.rows(0, 9)] for i, env in (
+        (0, runners[1].envs["blues"]), (2, runners[2].envs["reds"]))}  # fmt: skip
+    assert calls == [(0, [2, 3]), (2, [4, 5, 6, 7])]
+    for group, number, shown in zip(batch.columns[columns.GROUP].tolist(),
+                                    batch.columns[columns.ENVIRONMENT].tolist(), seen,
+                                    strict=True):  # fmt: skip
+        place = lease.places[group - 6]
+        assert place.env == number
+        shade = own[number][place.position].images[0].getpixel((0, 0))[0]
+        red = float(shown["pixel_values"][0, 0, 0, 0])  # -1..1, by Gemma's processor
+        assert red == pytest.approx(shade / 127.5 - 1, abs=1e-4)
+
+
+class Answering:
+    """Actors of two samplers that answer by what they were asked."""
+
+    workers = (1, 2)
+
+    def healthy(self):
+        return [1, 2]
+
+    def call(self, *asked):
+        return asked
+
+    def ready(self, calls, timeout_s):
+        return calls
+
+    def answer(self, call):
+        return call
+
+
+def test_a_sampler_that_opens_the_environment_is_asked():
+    pool = SamplerPool(Answering(), Faults())
+    assert pool.ask("images_at", [3], 1, among=("2",)) == (2, "images_at", [3], 1)
+    assert pool.ask("images_at", [3], 0) == (1, "images_at", [3], 0)
 
 
 @pytest.mark.parametrize("config", [

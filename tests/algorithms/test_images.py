@@ -66,6 +66,23 @@ def test_learners_see_what_samplers_saw(name, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_samplers", [0, 2])
+def test_each_of_several_environments_shows_its_own(num_samplers, folder):
+    """A conversation beside single completions, one of them in the second sampler alone."""
+    chats = [{**row, "prompt": [{"role": "user", "content": "c?"}]} for row in ROWS]
+    own = {"num_env_runners": 1} if num_samplers else {}
+    config = GRPOConfig().env_runners(num_env_runners=num_samplers).environments(
+        chats={"env": "rllib_llm/Conversation-v0", "env_config": {
+            "prompts": chats, "reward_functions": [says_shade]}, **own},
+        light={"prompts": {"data": ROWS[1:2], "max_prompt_len": 32}, "weight": 2, **own},
+    )  # fmt: skip
+    results, batch = run(config, folder)
+    assert {*batch[columns.ENVIRONMENT].tolist()} == {0, 1}
+    assert results["sampler"]["logprob_gap"] < 1e-5
+    assert abs(results["objective"]["kl"]) < 1e-4
+
+
+@pytest.mark.slow
 def test_conversations_are_learnt_with_their_images(folder):
     rows = [{**row, "prompt": [{"role": "user", "content": "c?"}]} for row in ROWS]
     config = GRPOConfig().environment("rllib_llm/Conversation-v0", env_config={"prompts": rows})

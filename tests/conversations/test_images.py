@@ -57,13 +57,13 @@ def test_turns_are_sampled_and_learnt_with_the_images_of_the_first(task, folder)
     )
     with contextlib.closing(EngineLoop(TorchEngine(model, version=0))) as loop:
         attempts = run_rollouts(
-            env, env.tasks.rows(0, 2), positions=[0, 1], num_completions=3,
+            env, env.tasks.rows(0, 2), positions=[5, 7], num_completions=3,
             complete=completer(loop, params, 5), max_new_tokens=4,
         )  # fmt: skip
     judged = judge(env, attempts, 0)
     batch = judged.columns
     files = zip(batch[columns.GROUP].tolist(), judged.texts[columns.IMAGES], strict=True)
-    assert {*files} == {(0, files_text([image(9)])), (1, "")}  # for the store
+    assert {*files} == {(5, files_text([image(9)])), (7, "")}  # for the store
     env.close()
     processor = AutoProcessor.from_pretrained(folder)
     read = processor(text=["[u]<boi>c?[a]"], images=[[image(9)]], add_special_tokens=False,
@@ -71,7 +71,8 @@ def test_turns_are_sampled_and_learnt_with_the_images_of_the_first(task, folder)
     ids, mask = batch[columns.PROMPT_IDS][0], batch[columns.PROMPT_MASK][0]
     assert ids[mask].tolist() == read["input_ids"][0].tolist()
     assert {attempt.conversation.num_turns for attempt in attempts} >= {2}
-    given = with_images(batch, env.images_at)
+    own = {columns.POSITION: (batch[columns.GROUP] - 5) // 2}  # of several environments
+    given = with_images(batch | own, lambda positions, _: env.images_at(positions))
     shown = images_of(given)
     assert set(shown.images) == {0}  # one copy for the group
     assert torch.equal(shown.images[0]["pixel_values"], read["pixel_values"])

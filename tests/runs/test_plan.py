@@ -562,6 +562,11 @@ def test_types_of_settings_are_told_before_anything_runs():
         ({"episode": 100}, {"train_batch_size_per_learner": 16}, 7),  # 100 / 16, rounded up
         ({"episode": 100}, {"train_batch_size_per_learner": 16, "num_learners": 2}, 4),
         ({"episode": 100}, {"train_batch_size_per_learner": {"choice": [16, 32]}}, None),
+        # 4 groups, of which three have 4 completions and one has 2: 100 / 14, rounded up
+        ({"episode": 100}, {"train_batch_size_per_learner": 16, "num_completions": 4, "envs": {
+            "a": {"weight": 3}, "b": {"sampling": {"num_completions": 2}}}}, 8),
+        ({"episode": 100}, {"train_batch_size_per_learner": 16, "num_completions": 4, "envs": {
+            "a": {"weight": {"uniform": [1, 2]}}, "b": {}}}, None),
         ({"training_iteration": 3, "episode": 10_000}, {}, 3),
         ({"objective/scores": 2.0}, {}, None),
         ({"training_iteration": 7}, {"planned_iterations": 9}, 9),

@@ -258,7 +258,9 @@ def _sampler_bytes(
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         most = max(part.config.num_completions for part, _ in parts)
-        rows = stage.num_prompts * most / max(1, stage.num_samplers)
+        own = dict(zip(config.env_names, config.samplers_of_envs(), strict=True))
+        rows = most * sum(part.num_prompts / (len(own[part.entry]) or max(1, stage.num_samplers))
+                          for part, _ in parts)  # fmt: skip
         rows = min(rows, getattr(config, "sampling_batch_size", None) or rows)
         tokens = max(part.env.get("max_prompt_len", 0) + part.config.max_new_tokens
                      for part, _ in parts)  # fmt: skip

@@ -651,6 +651,25 @@ def test_memory_is_that_of_all_environments_of_a_run(folders):
         assert problem.severity == severity
 
 
+def test_memory_of_a_sampler_is_for_the_groups_of_its_environments(folders):
+    """To the byte: of 4 groups of 4 rows the first sampler has both of `one` and one of `other`,
+    the second one of `other`."""
+    entry = {"rewards": {"functions": f"{HERE}.right"}}
+    envs = {"one": {**entry, "prompts": {"data": SUMS, "max_prompt_len": 20}, "num_env_runners": 1},
+            "other": {**entry, "prompts": {"data": SUMS, "max_prompt_len": 8}}}  # fmt: skip
+    experiment = grpo(model=folders["sound"], envs=envs, num_env_runners=2, ref_kl_coeff=0)
+    experiment.config.pop("env_config")
+    policy, shape = num_parameters(folders["sound"]), llama().config
+    of_token = shape.num_hidden_layers * 2 * shape.num_key_value_heads * shape.head_dim * 4
+    most = experiment.config["max_new_tokens"]
+    cache = (12 * (20 + most) + 4 * (8 + most)) * of_token
+    needed = 3 * (GIB // 2) + policy * (4 + 4 + 8) + 2 * policy * 4 + cache
+    for memory, severity in ((needed, "warning"), (needed - 1, "error")):
+        stage = examined(experiment).stage
+        found_here = [*memory_rules(stage, dataclasses.replace(MACHINE, memory=memory))]
+        assert [problem.severity for problem in found_here] == [severity]
+
+
 def test_a_broken_model_of_an_entry_is_named_as_the_entry_s(folders):
     entry = {"prompts": {"data": SUMS}, "rewards": {"model": folders["truncated"]}}
     experiment = grpo(model=folders["sound"], envs={"one": entry})
