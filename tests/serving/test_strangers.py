@@ -330,7 +330,7 @@ def test_the_json_of_a_large_answer_is_made_beside_the_event_loop(is_large):
         state = {"request_id": "r", "client": None, "size": 0}
         scope = {"type": "http", "app": app, "state": state, "headers": []}
         context = RequestContext(Request(scope, receive=asyncio.Event().wait))
-        view = Told(context, SimpleNamespace(stream=False))
+        view = Told(context, SimpleNamespace(stream=False, model=None, seed=None))
         view.has_large_answer = is_large
         response = await view.answer()
         (thread,) = json.loads(response.body)["thread"]
