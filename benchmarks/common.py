@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,3 +210,11 @@ class Stopwatch:
 def add(*spans: list[float]) -> list[float]:
     """The sum of [wall, CPU] pairs."""
     return [sum(span[k] for span in spans) for k in (0, 1)]
+
+
+def last_json_line(command: list[str], environ: dict[str, str]) -> dict[str, Any]:
+    """The JSON that a process prints last; its words as a RuntimeError where it failed."""
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -24,7 +24,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -201,7 +200,9 @@ def main() -> None:
     if args.side is not None:
         print(json.dumps(run_side(args)))
         return
-    from rllib_llm.shared.process import multiplies_bfloat16  # TRL's interpreter has no rllib_llm
+    # TRL's interpreter has neither.
+    from benchmarks.common import last_json_line
+    from rllib_llm.shared.process import multiplies_bfloat16
 
     if args.precision == "bf16" and not multiplies_bfloat16():
         print("skipped: the processor has neither AMX nor AVX512-BF16")
@@ -214,10 +215,7 @@ def main() -> None:
             python = args.peer_python if side.startswith("trl") else sys.executable
             command = [python, __file__, "--side", side, *given]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environ, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stderr}")
-            rounds.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            rounds.append(last_json_line(command, environ))
             print(json.dumps(rounds[-1]), flush=True)
     check_agreement(results, args.precision)
     _print_ratios(results)

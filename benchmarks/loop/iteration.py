@@ -22,13 +22,13 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import last_json_line
 from benchmarks.loop.peer_task import (
     Task,
     import_bench,
@@ -124,7 +124,7 @@ def run_peer(
         command += ["--trl_ppo_path", args.peer_ppo_path]
     if precision == "bf16":
         command.append("--bf16")
-    line = _last_json_line(command, environ)
+    line = last_json_line(command, environ)
     seconds = line["median_iter_seconds[wall,cpu]"]
     return {
         "name": f"{line['impl']} {precision}",
@@ -149,7 +149,7 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
                "--steps", str(args.steps), "--bench_dir", args.bench_dir,
                "--precision", args.precision]  # fmt: skip
         for _ in range(args.rounds):
-            ours.append(_last_json_line(own, environ))
+            ours.append(last_json_line(own, environ))
             for precision, rounds in peers.items():
                 rounds.append(run_peer(case, args, environ, precision))
     line: dict[str, Any] = {
@@ -189,13 +189,6 @@ def _summary(case: Case, rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_length": round(_median([r["mean_length"] for r in rounds]), 1),
         "peak_rss_mb": _median([r["peak_rss_mb"] for r in rounds]),
     }
-
-
-def _last_json_line(command: list[str], environ: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _median(values: list[float]) -> float:

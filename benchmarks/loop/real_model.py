@@ -28,7 +28,6 @@ import random
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -296,6 +295,8 @@ def run_side(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(case: str, args: argparse.Namespace, judge: str) -> dict[str, Any]:
+    from benchmarks.common import last_json_line  # TRL's process has no such module
+
     sides = ["ours", *(["ours_one_trunk"] if case == "ppo" else [])]
     if args.peer_python and (case != "ppo" or args.peer_ppo_path):
         sides += ["trl_float32", *(["trl_bf16"] if args.precision == "bf16" else [])]
@@ -308,12 +309,7 @@ def compare(case: str, args: argparse.Namespace, judge: str) -> dict[str, Any]:
             for name in ("model", "steps", "rows", "lr", "reward", "precision", "peer_ppo_path"):
                 if (value := getattr(args, name)) is not None:
                     given += [f"--{name}", str(value)]
-            done = subprocess.run(
-                [python, __file__, *given], env=environ, capture_output=True, text=True
-            )
-            if done.returncode:
-                raise RuntimeError(f"{given} ended with {done.returncode}:\n{done.stderr}")
-            lines.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            lines.append(last_json_line([python, __file__, *given], environ))
             print(json.dumps(lines[-1]), flush=True)
     figures = ("cpu_s", "wall_s", "peak_rss_mb")
     medians = {

@@ -40,7 +40,7 @@ from rllib_llm.modules.llama_trunk import is_called_plainly, is_plain_tensor
 from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import other_parts
 from rllib_llm.shared.errors import Problem, Problems, closest, report, require, unknown_key
-from rllib_llm.shared.setting import plain
+from rllib_llm.shared.setting import only, plain
 
 ADAPTER = "default"  # peft's own name for the only adapter of a model
 DEFAULTS = {"r": 16, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
@@ -71,10 +71,8 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
     for key, (kind, rule) in _RULES.items():
         value = settings[key]
         try:
-            if not isinstance(value, _WRITTEN):
-                raise TypeError("peft could not write it into a checkpoint")
             TypeAdapter(kind | None if key in PASSED_ON else kind).validate_python(plain(value))
-        except (ValidationError, TypeError):
+        except ValidationError:
             yield Problem(f"lora.{key}", f"be {rule}", value=value)
     picks_layers = settings["layers_to_transform"] is not None
     targets, pattern = settings["target_modules"], settings["layers_pattern"]
@@ -85,14 +83,14 @@ def _wrong_settings(lora: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("lora.layers_pattern", "come with lora.layers_to_transform", value=pattern)
 
 
-_WRITTEN = (str, int, float, Mapping, list, tuple, set, type(None))  # no range or iterator
+_SEVERAL = only(list, tuple, set)  # peft writes no range into a checkpoint
 _Layer = Annotated[int, Field(strict=True, ge=0)]
 _Rank = Annotated[int, Field(strict=True, ge=1, lt=2**16)]
 _Alpha = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 # A text that peft can match names with.
 _Name = Annotated[str, Field(strict=True, pattern=r"\S"),
                   AfterValidator(TypeAdapter(re.Pattern).validate_python)]  # fmt: skip
-_Names = _Name | Annotated[list[_Name], Field(min_length=1)]
+_Names = _Name | Annotated[list[_Name], Field(min_length=1), _SEVERAL]
 _NAMES = "a name, a regular expression or a list of names"
 # Of each setting: what is right, as a type and in words.
 _RULES: Mapping[str, tuple[Any, str]] = MappingProxyType({
@@ -103,7 +101,7 @@ _RULES: Mapping[str, tuple[Any, str]] = MappingProxyType({
     "alpha_pattern": (dict[_Name, _Alpha], "a mapping of names to finite numbers above 0"),
     "exclude_modules": (_Names, _NAMES),
     "layers_pattern": (_Names, _NAMES),
-    "layers_to_transform": (_Layer | Annotated[list[_Layer], Field(min_length=1)],
+    "layers_to_transform": (_Layer | Annotated[list[_Layer], Field(min_length=1), _SEVERAL],
                             "the number of a layer, or a list of them"),
     "rank_pattern": (dict[_Name, _Rank], "a mapping of names to whole numbers from 1 to 65535"),
     "use_rslora": (StrictBool, "True or False"),

@@ -313,7 +313,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
         finite = False if origin is float else None
         most = LARGEST if most is None and origin is int else most
         bounds = Field(ge=least, gt=above, le=most, allow_inf_nan=finite)
-        return Annotated[kind, bounds, _only(int, float)]  # pydantic takes arrays of one
+        return Annotated[kind, bounds, only(int, float)]  # pydantic takes arrays of one
     if kind is str:
         return Annotated[str, AfterValidator(_text)]
     if kind is Any:
@@ -321,7 +321,7 @@ def _strict(kind: Any, least: float | None, above: float | None, most: float | N
     if origin is dict:  # its values are checked by its readers
         return Annotated[dict, Field(strict=False), AfterValidator(_named)]
     if origin in (list, tuple):  # one stands for the other; YAML has lists alone
-        return Annotated[kind, Field(strict=False), _only(list, tuple)]
+        return Annotated[kind, Field(strict=False), only(list, tuple)]
     return kind
 
 
@@ -352,7 +352,7 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _only(*kinds: type) -> BeforeValidator:
+def only(*kinds: type) -> BeforeValidator:
     """A validator that refuses values of other types before pydantic converts them."""
 
     def check(value: Any) -> Any:

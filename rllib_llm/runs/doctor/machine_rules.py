@@ -183,7 +183,7 @@ def memory_rules(stage: Stage, machine: Machine) -> Iterator[Problem]:
     config, parts = stage.config, [*parts_of(stage)]
     sizes: dict[str, dict[str, int]] = {}
     is_whole = True
-    for part in (stage, *parts):
+    for part in {part.entry: part for part in (stage, *parts)}.values():
         of_part = sizes[part.entry] = {}
         for name, path in part.models().items():
             try:
