@@ -239,31 +239,38 @@ class GroupTable:
 
     def take_unit(
         self, room: int, *, whole: bool, can_sample: Callable[[Entry], bool],
-        opens: Callable[[int, int | None], bool],
+        env_of: Callable[[int, int | None], int], envs: Collection[int] | None,
     ) -> list[Entry]:  # fmt: skip
         """The first groups that wait and were admitted together, [] where they cannot be sampled;
-        of a sampler that does not open all environments, those of its own among them.
+        of a sampler that does not open all environments, those of its own among them. Those of an
+        environment have consecutive positions there.
 
         Args:
             whole: all that were admitted together, whatever the room.
             can_sample: whether there are the weights for a group.
-            opens: whether the sampler opens the environment of a position, given its turn.
+            env_of: the environment of a position, given its turn.
+            envs: the environments that the sampler opens; None: all.
         """
         entries: list[Entry] = []
         skipped: list[int] = []
+        last: dict[int, int] = {}  # position that was taken of each environment
         while (entry := self.first_waiting()) is not None and can_sample(entry):
-            if not opens(entry.position, entry.turn):
+            position, env = entry.position, env_of(entry.position, entry.turn)
+            if envs is not None and env not in envs:
                 skipped.append(heapq.heappop(self._waiting))
                 continue
+            # Others of its environment in between are in flight or judged; those of another
+            # environment say nothing: they may have come without an error, and these not.
             if entries and not (
                 entry.unit == entries[0].unit
                 and (whole or len(entries) < room)
-                and not any(opens(position, None)
-                            for position in range(entries[-1].position + 1, entry.position))
+                and not any(env_of(p, None) == env
+                            for p in range(last.get(env, position) + 1, position))
             ):  # fmt: skip
                 break
             heapq.heappop(self._waiting)
             entries.append(entry)
+            last[env] = position
         for position in skipped:
             heapq.heappush(self._waiting, position)
         return entries

@@ -261,12 +261,12 @@ class Ledger:
         room = num_groups
         whole, envs = self.rules.schedule == "lockstep", self.rules.envs_of(sampler)
 
-        def opens(position: int, turn: int | None) -> bool:
-            return envs is None or self.mixture.place(position, turn).env in envs
+        def env_of(position: int, turn: int | None) -> int:
+            return self.mixture.place(position, turn).env
 
         while room > 0 and (
             entries := self.table.take_unit(
-                room, whole=whole, can_sample=self._can_sample, opens=opens
+                room, whole=whole, can_sample=self._can_sample, env_of=env_of, envs=envs
             )
         ):
             leases.append(self._lease_to(sampler, entries))

@@ -632,6 +632,28 @@ def test_a_failed_group_leaves_its_lease_and_the_others_stay():
     assert serve(made, again) == 1 and len(made.take(0).groups) == 4
 
 
+@pytest.mark.parametrize("env_samplers", [(), (("1",), ())])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_groups_of_an_environment_are_sampled_together_again(env_samplers, is_resumed):
+    """Groups 0, 1, 2 are of the environments 0, 1, 0. What is sampled apart is rounded otherwise,
+    and counts failures of its own: a run ended that had asked for no group three times."""
+    no_network = SampleFailure("TimeoutError: judge", "traceback", may_pass=True)
+    rules = {"num_groups": 3, "groups_per_lease": 3, "max_staleness": 0, "env_weights": (2.0, 1.0),
+             "env_samplers": env_samplers}  # fmt: skip
+    made = ledger(**rules)
+    (lease,) = made.lease("1", 3)
+    assert [(*place,) for place in lease.places] == [(0, 0), (1, 0), (0, 1)]
+    made.push(lease.id, [judged(1, 0)])
+    if is_resumed:
+        state, made = made.state(), ledger(**rules)
+        made.set_state(state)
+        made.publish(PublishedWeights(0))
+    else:
+        made.fail(lease.id, no_network, [0, 2])
+    (again,) = made.lease("1", 3)
+    assert [*again.positions] == [0, 2] and [(*p,) for p in again.places] == [(0, 0), (0, 1)]
+
+
 def test_a_failed_lease_of_several_groups_is_not_told_as_its_samplers_fault():
     """Three of them ended the run: the driver counts by sampler what is no group's fault, 0."""
     no_network = SampleFailure("TimeoutError: judge", "traceback", may_pass=True)

@@ -168,7 +168,7 @@ def test_what_is_sampled_together_follows_from_the_rules_alone(one, other, rules
     differ."""
     found = []
     for random, own in ((one, replace(rules, env_samplers=())), (other, rules)):
-        world = World(random, own).begin()
+        world = World(random, own, troubles=3).begin()
         for _ in range(5):
             world.update()
         found.append({p: world.fates.together[p] for p in world.fates.trained})
