@@ -79,16 +79,25 @@ def test_commands_and_their_options_exist(page: Path):
                 words = shlex.split(line, comments=True)
                 if words and words[0] == "rllib":
                     check_command(words[1:], line)
+    # Others stand in sentences, whose dots are for arguments, or are indented.
+    for line in re.findall(r"(?:^ {4}|`)(rllib [^`\n]+)", page.read_text("utf-8"), re.MULTILINE):
+        check_options(shlex.split(line, comments=True)[1:], line)
 
 
 def check_command(words: list[str], line: str) -> None:
+    command, words = check_options(words, line)
+    assert words or not command.params or not any(p.required for p in command.params), line
+
+
+def check_options(words: list[str], line: str) -> tuple[Any, list[str]]:
     command = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
+    assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
     options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
     unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
     assert not unknown, line
-    assert words or not command.params or not any(p.required for p in command.params), line
+    return command, words
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
