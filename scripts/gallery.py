@@ -3,6 +3,8 @@
     for each NAME: rllib train file tuned_examples/NAME.yaml --storage-path RUNS
     python scripts/gallery.py RUNS
 
+A recipe is run with the sizes that `RECIPES` names.
+
 An example has its last run's curve, time, mark and completions. One that has no run there keeps
 what the page says of it. The other examples are named with the reason why they are not shown.
 """
@@ -29,10 +31,6 @@ NUM_PROMPTS = 5
 LONGEST = 160  # characters of a completion that are shown
 STARTED = "%Y-%m-%d_%H-%M-%S"
 NOT_SHOWN = {
-    **dict.fromkeys(
-        ("chat_dpo", "cluster_grpo", "distill", "gsm8k_grpo", "sentiment_ppo_ptx", "tools_grpo"),
-        "a recipe for models and data of the hub",
-    ),
     "verifiers_grpo": "needs verifiers in an environment of its own",
     "shared_arithmetic": "the first stage of the arithmetic examples",
     "shared_reviews": "the first stages of the searches",
@@ -45,6 +43,28 @@ COMPARED = {
         "distill": "distillation", "imitated": "SFT on the teacher's samples, at its end",
         "grpo": "GRPO",
     }
+}  # fmt: skip
+# Of a recipe: what its page draws, and the models and sizes with which it ran here.
+RECIPES: dict[str, tuple[tuple[str, ...], str]] = {
+    "gsm8k_grpo": (("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high", "train/correct_rewards"),
+        "SmolLM2-135M-Instruct: SFT on 4 batches of 32 solutions, then 4 iterations of 32 answers "
+        "of up to 96 tokens; 64 held-out answers."),
+    "sentiment_ppo_ptx": (("eval/scores", "objective/kl", "eval/ptx_loss"),
+        "stories15M: 12 iterations of SFT, 15 of the judge, and 20 of 64 completions of 16 tokens; "
+        "`ppo.lr=1e-3`."),
+    "chat_dpo": (("eval/accuracy", "eval/rewards/margins"),
+        "SmolLM2-135M-Instruct: 400 pairs of GSM8K's own answer and another question's, 16 an "
+        "iteration; 32 held-out pairs; `dpo.lr=5e-6`."),
+    "tools_grpo": (("eval/right_number_rewards", "env/num_tool_calls"),
+        "SmolLM2-135M-Instruct and a chat template that knows tools: 4 iterations of 16 "
+        "conversations with turns of up to 48 tokens; 16 held-out ones. So small a model calls no "
+        "tool unless it is shown calls by SFT first, which the run says."),
+    "distill": (("train/teacher_kl", "train/teacher_agreement"),
+        "SmolLM2-135M-Instruct as the teacher of its own first 8 layers: 10 iterations of 32 "
+        "answers of 48 tokens; `lr=1e-3`."),
+    "cluster_grpo": (("train/staleness",),
+        "stories260K on two cores: 2 learners (FSDP2), 4 samplers with the torch engine, 3 "
+        "iterations of 32 completions of 16 tokens."),
 }  # fmt: skip
 HEAD = """# Gallery
 
@@ -135,7 +155,8 @@ def section(name: str, file: Path, run: Path) -> str:
         arms.get(one["name"], ""): [flatten(row) for row in rows(trial / "result.json")]
         for one, trial in shown
     }
-    marks = plan.get("pass_criteria") or {plan["metric"]: float("nan")}
+    watched, sizes = RECIPES.get(name, ((plan["metric"],), ""))
+    marks = plan.get("pass_criteria") or dict.fromkeys(watched, float("nan"))
     draw(curves, marks, PICTURES / f"{name}.png")
     at_ends = [
         {mark: next(r[mark] for r in reversed(results) if mark in r) for mark in marks}
@@ -153,6 +174,7 @@ def section(name: str, file: Path, run: Path) -> str:
     parts = [
         f"## {name}",
         description(file),
+        *([f"Here, beside other programs, with {sizes}"] if sizes else []),
         f"{wall_seconds(run):.0f} seconds on {machine(run)}. At the end {reached}.",
         f"![{', '.join(marks)} over the iterations](images/gallery/{name}.png)",
     ]
