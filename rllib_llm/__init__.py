@@ -13,7 +13,6 @@ from rllib_llm.algorithms.registry import register_algorithms
 from rllib_llm.envs.registry import register_envs
 from rllib_llm.shared.errors import did_you_mean
 from rllib_llm.shared.messages import quiet_libraries
-from rllib_llm.shared.ray_compat import check_ray
 
 __version__ = "0.1.0"
 
@@ -48,7 +47,6 @@ def __dir__() -> list[str]:
     return sorted([*_PUBLIC, "__version__"])
 
 
-check_ray()
 quiet_libraries()
 register_envs()
 register_algorithms()

@@ -225,13 +225,6 @@ def streaming_rules(config: Any) -> Iterator[Problem]:
             yield wrong(config, "num_completions", "at least 2 with the filter 'reward_spread'",
                         "one score has no spread, so every group would be rejected",
                         "Set num_completions: 8, say, or leave the filter out")  # fmt: skip
-    is_lockstep = config.schedule != "free" and config.streams
-    if config.window != 1 and is_lockstep:
-        yield wrong(config, "window", "1 with schedule='lockstep'", "which group overtakes another "
-                    "would depend on time", "Set schedule='free'")  # fmt: skip
-    if config.on_stale != "train" and is_lockstep:
-        yield wrong(config, "on_stale", "'train' with schedule='lockstep'", "no group overtakes "
-                    "another, so none gets too old", "Set schedule='free'")  # fmt: skip
     is_ahead = (config.streams or config.oversample > 1
                 or config.weights_publish_every > 1)  # fmt: skip
     if is_ahead and config.weights_transport != "store":

@@ -469,23 +469,21 @@ class RolloutStore:
             except queue.Empty:
                 self._guarded(self._write)
                 continue
-            if isinstance(item, tuple):
-                self._take(*item)
+            if item is None or isinstance(item, threading.Event):
+                self._guarded(self._write)
+                if item is None:
+                    return
+                item.set()
                 continue
-            self._guarded(self._write)
-            if item is None:
-                return
-            item.set()
+            iteration, num_rows, make = item
+            if self._rows and iteration != self._iteration:
+                self._guarded(self._write)
+            self._iteration = iteration
+            self._num_waiting += num_rows
+            self._guarded(functools.partial(self._add, make))
 
-    def _take(self, iteration: int, num_rows: int, make: MakeTable) -> None:
-        if self._rows and iteration != self._iteration:
-            self._guarded(self._write)
-        self._iteration = iteration
-        self._num_waiting += num_rows
-        self._guarded(lambda: self._add(make()))
-
-    def _add(self, rows: pa.Table) -> None:
-        table = conform(rows, self._iteration)
+    def _add(self, make: MakeTable) -> None:
+        table = conform(make(), self._iteration)
         self._rows.append(table)
         self._num_bytes += table.nbytes
         if self._num_bytes >= FILE_BYTES:

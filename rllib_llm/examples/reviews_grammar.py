@@ -22,11 +22,11 @@ from functools import lru_cache
 
 from rllib_llm.examples.reviews_sentences import (
     FORM_WEIGHTS,
+    HEADS,
     KINDS,
     TAILS,
     Kind,
     Table,
-    heads_of,
     tables,
 )
 from rllib_llm.shared.errors import require
@@ -77,7 +77,8 @@ def openings(split: str = "train") -> tuple[Opening, ...]:
     return tuple(
         Opening(kind, head, tail)
         for shift, kind in enumerate(KINDS)
-        for place, head in enumerate(heads_of(kind))
+        for place, head in enumerate(head.format(this=f"this {kind.name}",
+                                                 This=f"This {kind.name}") for head in HEADS)
         if ((place + shift) % HELD_OUT == 0) == (split == "eval")
         for tail in (None, *TAILS)
     )

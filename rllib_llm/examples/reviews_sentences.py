@@ -135,12 +135,6 @@ def _table(*forms: list[Sentence]) -> Table:
     return Table(by_sign, {text: sentiment for form in forms for text, sentiment in form})
 
 
-def heads_of(kind: Kind) -> list[str]:
-    """Return the ways a review of `kind` begins, up to and with the thing's name or a verb."""
-    noun = f"this {kind.name}"
-    return [head.format(this=noun, This=noun.capitalize()) for head in HEADS]
-
-
 def _said_of(subjects: list[str], deeds: list[Sentence]) -> list[list[Sentence]]:
     """Return the forms of opinions on subjects: one opinion, two, and one after an adverb."""
     claims = [

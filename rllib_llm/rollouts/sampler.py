@@ -242,7 +242,7 @@ class Sampler:
         with self.phase(GENERATING, f"{GENERATING} for prompts {first}-{last}"):
             yield generated
         generated.timings["generate_seconds"] = self.phase.took[GENERATING]
-        generated.timings["starved_seconds"] = cores.starved_seconds
+        generated.timings["starved_seconds"] = cores.lap()[0]
         generated.weights = self.weights.metrics()
 
     def judge(self, generated: UnjudgedBatch, *, beside: bool = False) -> JudgedBatch:

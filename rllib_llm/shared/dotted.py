@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -76,9 +75,10 @@ def import_dotted(path: str, *, name: str = "path") -> Any:
         raise _not_imported(error, name, path) from error
     if module is None:
         files = [file.stem for file in Path.cwd().glob("*.py")]
-        remedy = f"Write {path.replace('.py:', ':')!r}" if ".py:" in path else _moved(path)
-        remedy = remedy or did_you_mean(package_of(path), files, cutoff=0.8, otherwise="Install "
-                                        "it, or put its folder on PYTHONPATH")  # fmt: skip
+        remedy = f"Write {path.replace('.py:', ':')!r}" if ".py:" in path else did_you_mean(
+            package_of(path), files, cutoff=0.8,
+            otherwise="Install it, or put its folder on PYTHONPATH",
+        )  # fmt: skip
         what = f"there is no module {module_path or package_of(path)!r}"
         raise Problems(name, IMPORTABLE, what, remedy, path)
     return _walk(module, module_path, rest, path, name)
@@ -132,33 +132,9 @@ def _walk(module: Any, module_path: str, rest: list[str], path: str, name: str) 
             if path == f"{module_path}.py":
                 meant = f"Write {f'{module_path}.NAME'!r}, with the name of a function or class"
             rule, what = f"name something in {module_path!r}", f"it has no {attribute!r}"
-            raise Problems(name, rule, what, _moved(path) or meant, path)
+            raise Problems(name, rule, what, meant, path)
         found = getattr(found, attribute)
     return found
-
-
-def _moved(path: str) -> str:
-    """A remedy with the new place of a name that exactly one other module of this package defines;
-    else "". Modules are read, not imported."""
-    package, name = __name__.partition(".")[0], re.split("[.:]", path)[-1]
-    if package_of(path) != package:
-        return ""
-    root = Path(__file__).parent.parent
-    files = [file for file in sorted(root.rglob("*.py")) if _defines(file, name)]
-    if len(files) != 1:
-        return ""
-    module = ".".join([package, *files[0].relative_to(root).with_suffix("").parts])
-    place = f"{module.removesuffix('.__init__')}{':' if ':' in path else '.'}{name}"
-    return f"It is {place!r}"
-
-
-def _defines(file: Path, name: str) -> bool:
-    """Whether a module's own text defines the name."""
-    text = file.read_text(encoding="utf-8")
-    nodes = ast.parse(text).body if name in text else []
-    assigned = [getattr(n, "targets", [getattr(n, "target", None)]) for n in nodes]
-    names = {getattr(n, "name", None) for n in nodes}
-    return name in names | {getattr(each, "id", None) for targets in assigned for each in targets}
 
 
 IMPORTS = "RLLIB_LLM_IMPORT"  # their names, for processes that are started from here

@@ -56,13 +56,8 @@ class CpuClock:
     def __init__(self) -> None:
         self._wall, self._delay = time.monotonic(), _run_delay()
 
-    @property
-    def starved_seconds(self) -> float:
-        """Since the start, or the last lap."""
-        return _run_delay() - self._delay
-
     def lap(self) -> tuple[float, float]:
-        """`starved_seconds`, and wall seconds, since the last lap; starts the next one."""
+        """Such seconds, and wall seconds, since the last lap or the start; starts the next one."""
         wall, delay = self._wall, self._delay
         self._wall, self._delay = time.monotonic(), _run_delay()
         return self._delay - delay, self._wall - wall

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-
-TRIED = "2.60"
-REQUIREMENT = "ray[rllib]>=2.60,<2.61"
 
 
 def local_learner(learner_group: Any) -> Any:
@@ -241,10 +237,3 @@ def most_replicas() -> int:
     config = get_replica_context()._deployment_config
     scaling = config.autoscaling_config
     return config.num_replicas if scaling is None else scaling.max_replicas
-
-
-def check_ray(version: str = ray.__version__) -> None:
-    """Warns of a version of Ray that was not tried."""
-    if not version.startswith(f"{TRIED}."):
-        text = f"ray={version!r} was not tried with this package, {TRIED} was."
-        warnings.warn(f"{text} Install {REQUIREMENT!r}.", stacklevel=3)

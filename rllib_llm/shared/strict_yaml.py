@@ -46,21 +46,15 @@ class Loader(yaml.SafeLoader):
         self._level -= 1
         if is_alias and node is not None and node not in self._levels_below:
             raise RefusedError(None, None, "not refer to what it stands in", mark)
-        if node is None or self._level + self._height(node) > MAX_LEVELS:
+        if node is not None and not is_alias:
+            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = [each for pair in inner for each in pair]
+            below = (self._levels_below[each] for each in inner)
+            self._levels_below[node] = 1 + max(below, default=0)
+        if node is None or self._level + self._levels_below[node] > MAX_LEVELS:
             raise RefusedError(None, None, f"be nested at most {MAX_LEVELS} levels deep", mark)
         return node
-
-    def _height(self, node: yaml.Node) -> int:
-        """Levels of a node and what is in it."""
-        if node not in self._levels_below:
-            inner: list[yaml.Node] = []
-            if isinstance(node, yaml.MappingNode):
-                inner = [each for pair in node.value for each in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                inner = node.value
-            below = max((self._levels_below[each] for each in inner), default=0)
-            self._levels_below[node] = below + 1
-        return self._levels_below[node]
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """As PyYAML's. Keys are looked at here, where they stand as the file has them: merge keys

@@ -326,10 +326,12 @@ def test_a_failure_ahead_is_raised_where_its_batch_is_wanted():
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="pipeline_depth must .* called 'max_staleness' here"):
         tiny.grpo().sampling(pipeline_depth=1)
-    with pytest.raises(ValueError, match="window=4 must be 1 with schedule='lockstep'"):
-        streaming(window=4).validate()
-    with pytest.raises(ValueError, match="on_stale='drop' must be 'train' with schedule='lock"):
-        streaming(on_stale="drop").validate()
+    for name, value in (("window", 4), ("on_stale", "drop")):
+        with pytest.warns(UserWarning, match=f"{name}={value!r} has no effect with schedule='lock"):
+            config = streaming(**{name: value})
+            config.validate()
+        rules = config.stream_rules()
+        assert (rules.window, rules.on_stale) == (1, "train")
     with pytest.raises(ValueError, match=r"filters='spread' must be among \['distinct'"):
         streaming(filters=["spread"]).validate()
     with pytest.raises(ValueError, match="off_policy=None must be set with max_staleness=1"):

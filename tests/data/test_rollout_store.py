@@ -209,7 +209,7 @@ def test_the_size_of_waiting_rows_is_not_counted_anew_with_each_group(tmp_path, 
     monkeypatch.setattr(rollout_store, "conform", lambda rows, iteration: rows)
     store = RolloutStore(tmp_path)
     for _ in range(50):
-        store._take(1, 8, Rows)
+        store._add(Rows)
     assert len(asked) == 50
 
 

@@ -40,27 +40,6 @@ def test_wrong_paths(path, message):
         import_dotted(path, name="reward_functions")
 
 
-JUDGES = "rllib_llm.envs.judges"
-
-
-@pytest.mark.parametrize(
-    ("path", "remedy"),
-    [
-        (f"{JUDGES}.verifier.MathVerify", f"It is '{JUDGES}.remote_rewards.MathVerify'."),
-        (f"{JUDGES}.verifier:MathVerify", f"It is '{JUDGES}.remote_rewards:MathVerify'."),
-        (f"{JUDGES}.rewards.Verifier", f"It is '{JUDGES}.remote_rewards.Verifier'."),
-        ("rllib_llm.envs.tools.mcp_tools.MCPServers", "It is 'rllib_llm.envs.tools.MCPServers'."),
-        ("rllib_llm.nothing.SCHEMAS_OF_NOTHING", "Check the spelling."),
-        ("rllib_llm.nothing.DEFAULTS", "Check the spelling."),  # several modules have such a name
-    ],
-)
-def test_a_name_that_is_elsewhere_in_the_package_is_named_with_its_place(path, remedy):
-    with pytest.raises(Problems) as error:
-        import_dotted(path, name="rewards")
-    assert str(error.value).startswith(f"rewards='{path}' must name ")
-    assert str(error.value).endswith(remedy)
-
-
 @pytest.mark.parametrize(
     ("code", "kind", "reason"),
     [

@@ -59,9 +59,8 @@ def test_threads_never_exceed_the_cores():
 def test_a_clock_tells_sleep_from_work():
     clock = CpuClock()
     time.sleep(0.1)
-    assert 0 <= clock.starved_seconds < 0.1
     starved, seconds = clock.lap()
-    assert 0 <= starved < seconds
+    assert 0 <= starved < 0.1
     assert seconds >= 0.1
     assert clock.lap()[1] < seconds
 

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import os
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import ray
 from ray import tune
 
 from rllib_llm.shared import ray_compat
-from rllib_llm.shared.ray_compat import check_ray, processes_of, room_for_samplers
+from rllib_llm.shared.ray_compat import processes_of, room_for_samplers
 from tests.shared.private_names import PRIVATE_NAMES, SERVE_NAMES, WANDB_NAMES, PrivateName
 from tests.test_house import trees
 
@@ -56,15 +55,6 @@ def test_a_class_that_became_an_actor_takes_what_it_took():
         assert PrivateName("an_actors_module:Counter", "_add", "self number").problem() is None
     finally:
         del sys.modules["an_actors_module"]
-
-
-def test_another_version_of_ray_is_warned_of_at_import():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_ray("2.60.3")
-    with pytest.warns(UserWarning, match="ray='2.61.0' was not tried .* 2.60 was"):
-        check_ray("2.61.0")
-    assert ray.__version__.startswith(f"{ray_compat.TRIED}.")
 
 
 @functools.cache

@@ -68,15 +68,14 @@ def check(completion: str, answer: str) -> float:
     readings = [_parsed(said, boxed=has_box)]
     if not has_box and _FORMULA.fullmatch(alone):
         readings.append(_parsed(alone, boxed=True))
-    return float(any(_are_equal(wanted, found) for found in readings))
-
-
-def _are_equal(wanted: list[Any], found: list[Any]) -> bool:
-    sizes = [abs(float(n)) for n in wanted + found if isinstance(n, Number) and n.is_finite and n]
-    digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes if size)])
-    return bool(found) and verify(
-        wanted, found, float_rounding=digits, timeout_seconds=None, raise_on_error=True
-    )
+    for found in filter(None, readings):
+        numbers = (n for n in wanted + found if isinstance(n, Number) and n.is_finite and n)
+        sizes = filter(None, (abs(float(n)) for n in numbers))
+        digits = max([6, *(5 - math.floor(math.log10(size)) for size in sizes)])
+        how = {"timeout_seconds": None, "raise_on_error": True}
+        if verify(wanted, found, float_rounding=digits, **how):
+            return 1.0
+    return 0.0
 
 
 def _answer(text: str) -> str:

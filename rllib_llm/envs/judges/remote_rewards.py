@@ -99,11 +99,17 @@ class RemoteReward(Judge):
     ) -> list[float | Invalid]:
         size = len(completions)
 
-        def read(answer: Any) -> list[float | Invalid]:
-            scores = self._scores(answer)
+        def read(answer: Any) -> list[float | Invalid]:  # what it raises leads to a retry
+            if self._shape == "slime":
+                found = answer[self._reward_key] if isinstance(answer, Mapping) else answer
+                return [_score(found, "")]
+            scores = answer["rewards" if self._shape == "openrlhf" else "scores"]
+            if not isinstance(scores, list):
+                raise TypeError(f"scores must be a list, not {type(scores).__name__}")
             if len(scores) != size:
                 raise ValueError(f"{len(scores)} scores for {size} completions")
-            return scores
+            reasons = answer.get("reasons") or [""] * size
+            return [_score(*row) for row in zip(scores, reasons, strict=True)]
 
         body = self._body(list(prompts), list(completions), columns)
         try:
@@ -120,17 +126,6 @@ class RemoteReward(Judge):
             query = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
             return {"query": query, "prompts": prompts, "labels": labels or [None] * len(prompts)}
         return {"prompts": prompts, "completions": completions, "columns": dict(columns)}
-
-    def _scores(self, answer: Any) -> list[float | Invalid]:
-        """The scores in a response; an exception here leads to a retry."""
-        if self._shape == "slime":
-            found = answer[self._reward_key] if isinstance(answer, Mapping) else answer
-            return [_score(found, "")]
-        scores = answer["rewards" if self._shape == "openrlhf" else "scores"]
-        if not isinstance(scores, list):
-            raise TypeError(f"scores must be a list, not {type(scores).__name__}")
-        reasons = answer.get("reasons") or [""] * len(scores)
-        return [_score(*row) for row in zip(scores, reasons, strict=True)]
 
 
 def _score(found: Any, reason: str) -> float | Invalid:
