@@ -282,10 +282,10 @@ class Fleet:
             self.later(self._random.uniform(0, INTERVAL_S), self._report, name)
         workers.time = self  # type: ignore[assignment]  # the driver's clock is this one's
         self.pool = Pool(self, num_samplers)
-        pulled = workers.PulledLeases(self.pool, LedgerPort(self), None)
-        self._driver = workers.RemoteWorkers(
+        self._driver = workers.PulledLeases(
             self.pool,
-            pulled,
+            LedgerPort(self),
+            None,
             starvation=NeverStarved,  # type: ignore[arg-type]
         )
         self.later(0.0, self._look)

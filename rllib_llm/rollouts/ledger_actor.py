@@ -4,14 +4,13 @@ it. A process that samples and learns in turn calls a `Ledger` itself instead.""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import pickle
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +122,6 @@ _WAKE = ("begin", "publish", "offer", "push", "fail", "give_back", "set_state", 
 WAIT_SECONDS = 0.5  # of a driver for a batch, between looks at samplers
 
 
-@dataclass(eq=False)
-class _Idle:
-    """A sampler that waits for work."""
-
-    sampler: str
-    num_groups: int
-    holding: list[int]
-    answer: asyncio.Future[list[Lease]]
-
-
 class LedgerActor:
     """A `JournaledLedger` that can be waited for. Its methods run in turns on one event loop.
 
@@ -142,32 +131,28 @@ class LedgerActor:
     def __init__(self, rules: StreamRules, folder: str, keeps_rejected: bool) -> None:
         self._journaled = JournaledLedger(rules, Path(folder), keeps_rejected=keeps_rejected)
         self._changed = asyncio.Event()
-        self._idle: deque[_Idle] = deque()
+        # The calls for which samplers wait, in the order in which they came, and their answers.
+        self._idle: dict[str, tuple[tuple[Any, ...], asyncio.Future[list[Lease]]]] = {}
         self._is_closed = False
 
     async def close(self) -> None:
         """Stops giving out work and wakes all waiting samplers."""
         self._is_closed = True
-        while self._idle:
-            self._answer(self._idle.popleft(), [])
+        for sampler in [*self._idle]:
+            self._answer(sampler, [])
 
     async def call(self, name: str, *args: Any) -> Any:
         """Makes one of `CALLS`, and wakes those who wait for its effect. `take` waits until it has
         something to tell, for `WAIT_SECONDS` at most; `look` has `cpu_seconds` and `pid` of this
         process, too."""
         if name == "take":
-            deadline = time.monotonic() + WAIT_SECONDS
             if nth := args[2]:
                 self._journaled.call("want", nth)
                 self._serve()
-            while not self._journaled.ledger.has_answer(nth):
-                self._changed.clear()
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    break
-                await _wait(asyncio.ensure_future(self._changed.wait()), rest)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_answer(nth), WAIT_SECONDS)
         elif name == "give_back":
-            self._end_wait_of(args[0])  # one that died would be given what it held
+            self._answer(args[0], [])  # one that died would be given what it held
         answer = self._journaled.call(name, *args)
         if name == "look":
             answer |= {"cpu_seconds": time.process_time(), "pid": os.getpid()}
@@ -176,12 +161,18 @@ class LedgerActor:
             self._serve()
         return answer
 
+    async def _has_answer(self, nth: int) -> None:
+        """Waits for what `take` is to tell."""
+        while not self._journaled.ledger.has_answer(nth):
+            self._changed.clear()
+            await self._changed.wait()
+
     async def lease(
         self, sampler: str, num_groups: int, holding: Sequence[int], wait_s: float
     ) -> list[Lease]:
         """See `Ledger.lease`; waits for work, for `wait_s` at most."""
         ledger = self._journaled.ledger
-        self._end_wait_of(sampler)  # it was started again
+        self._answer(sampler, [])  # it was started again
         if self._is_closed:
             return []
         if ledger.leases.holds_more(sampler, holding):  # it was started again
@@ -190,39 +181,25 @@ class LedgerActor:
         asked = ("lease", sampler, num_groups, list(holding))
         if ledger.has_work() and (leases := self._journaled.call(*asked)):
             return leases
-        idle = _Idle(sampler, num_groups, list(holding), asyncio.Future())
-        self._idle.append(idle)
-        if await _wait(idle.answer, wait_s):
-            return idle.answer.result()
-        self._idle.remove(idle)
-        return []
-
-    def _end_wait_of(self, sampler: str) -> None:
-        """Answers the requests of a sampler that wait with nothing."""
-        for idle in [each for each in self._idle if each.sampler == sampler]:
-            self._idle.remove(idle)
-            self._answer(idle, [])
+        answer: asyncio.Future[list[Lease]] = asyncio.Future()
+        self._idle[sampler] = asked, answer
+        await asyncio.wait([answer], timeout=wait_s)
+        if not answer.done():
+            self._answer(sampler, [])
+        return answer.result()
 
     def _serve(self) -> None:
         """Gives what waits to samplers that wait."""
-        for idle in [*self._idle]:
+        for sampler, (asked, _) in [*self._idle.items()]:
             if not self._journaled.ledger.has_work():
                 break
-            asked = ("lease", idle.sampler, idle.num_groups, idle.holding)
             if leases := self._journaled.call(*asked):
-                self._idle.remove(idle)
-                self._answer(idle, leases)
+                self._answer(sampler, leases)
 
-    @staticmethod
-    def _answer(idle: _Idle, leases: list[Lease]) -> None:
-        if not idle.answer.done():
-            idle.answer.set_result(leases)
-
-
-async def _wait(future: asyncio.Future, seconds: float) -> bool:
-    """Whether the future is done in time; else it is cancelled."""
-    await asyncio.wait([future], timeout=seconds)
-    return future.done() or not future.cancel()
+    def _answer(self, sampler: str, leases: list[Lease]) -> None:
+        """Ends the wait of a sampler, if it waits."""
+        if sampler in self._idle:
+            self._idle.pop(sampler)[1].set_result(leases)
 
 
 MAX_CONCURRENT_CALLS = 1000  # samplers that wait at the same time

@@ -306,12 +306,11 @@ def open_rollouts(
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
         worker = LocalWorker(local.sampler, ledger, settings)
         return RolloutSource(ledger, worker, rules, recorder=recorder, **given)
-    from rllib_llm.rollouts.workers import DealtLeases, PulledLeases, RemoteWorkers
+    from rllib_llm.rollouts.workers import DealtLeases, PulledLeases
 
     if rules.num_parts is not None:
         ledger = Ledger(rules, keeps_rejected=recorder.keeps)
-        dealt = DealtLeases(pool.actors, ledger, settings)
-        workers = RemoteWorkers(pool, dealt, are_enough=rules.are_open)
+        workers: Workers = DealtLeases(pool, ledger, settings, are_enough=rules.are_open)
     else:  # samplers are at work while this process is not
         from rllib_llm.rollouts.ledger_actor import CALL_SECONDS, RemoteLedger
 
@@ -321,7 +320,8 @@ def open_rollouts(
             f"ledger-{uuid.uuid4().hex}", rules, folder, keeps_rejected=recorder.keeps,
             answer_seconds=min(limit, CALL_SECONDS),
         )  # fmt: skip
-        pulled = PulledLeases(pool.actors, ledger, settings, limit)
-        workers = RemoteWorkers(pool, pulled, are_enough=rules.are_open)
+        workers = PulledLeases(
+            pool, ledger, settings, answer_seconds=limit, are_enough=rules.are_open
+        )
         workers.watch()
     return RolloutSource(ledger, workers, rules, recorder=recorder, **given)

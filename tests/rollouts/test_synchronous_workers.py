@@ -22,7 +22,7 @@ from rllib_llm.rollouts.recorder import RolloutRecorder
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import DealtLeases, RemoteWorkers
+from rllib_llm.rollouts.workers import DealtLeases
 from rllib_llm.shared import columns
 from rllib_llm.shared.openai_client import ServerError
 from rllib_llm.weights.published import WeightsLostError
@@ -80,9 +80,8 @@ class Source(RolloutSource):
         )  # fmt: skip
         ledger = Ledger(rules)
         settings = ServingSettings(2, env_filters=(filters,) * len(rules.env_weights))
-        dealt = DealtLeases(self.pool.actors, ledger, settings)
-        workers = RemoteWorkers(
-            self.pool, dealt, are_enough=rules.are_open, starvation=starvation
+        workers = DealtLeases(
+            self.pool, ledger, settings, are_enough=rules.are_open, starvation=starvation
         )
         super().__init__(
             ledger, workers, rules, recorder=RolloutRecorder(), publish_again=publish_again,
@@ -172,7 +171,7 @@ def test_without_a_limit_or_a_core_a_silent_sampler_is_waited_for(samplers, time
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     group = ScriptedActors(samplers[:1], does=[HANGS])
     used = source(group, timeout_s=timeout_s, starvation=lambda pids: Starved(clock))
-    used._ledger = used._workers._leases.ledger = Ledger(used._rules, clock=clock)
+    used._ledger = used._workers._ledger = Ledger(used._rules, clock=clock)
     ready, looks = group.ready, []
 
     def wakes_up(calls, timeout_s):

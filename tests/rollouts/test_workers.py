@@ -11,7 +11,7 @@ from rllib_llm.rollouts import workers as module
 from rllib_llm.rollouts.errors import Faults, SampleFailure
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings
-from rllib_llm.rollouts.workers import SECONDS_GONE, PulledLeases, RemoteWorkers
+from rllib_llm.rollouts.workers import SECONDS_GONE, PulledLeases
 
 
 class Actors:
@@ -87,8 +87,8 @@ def world(monkeypatch, starvation):
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     actors, ledger = Actors(1, 2), Ledger()
-    leases = PulledLeases(actors, ledger, ServingSettings(1))
-    workers = RemoteWorkers(SamplerPool(actors, Faults()), leases, starvation=starvation)
+    pool = SamplerPool(actors, Faults())
+    workers = PulledLeases(pool, ledger, ServingSettings(1), starvation=starvation)
     workers._look()
     return workers, actors, ledger, now
 

@@ -25,7 +25,7 @@ from rllib_llm.rollouts.sample_loop import SampleLoop, SamplerLedger
 from rllib_llm.rollouts.sampler import Sampler
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.rollouts.source import RolloutSource
-from rllib_llm.rollouts.workers import PulledLeases, RemoteWorkers
+from rllib_llm.rollouts.workers import PulledLeases
 from rllib_llm.shared import columns
 from rllib_llm.weights.published import PublishedWeights
 from tests.rollouts.simulated import Clock
@@ -480,8 +480,9 @@ class World:
         self.hung: set[str] = set()
         self.pool = ScriptedPool(self, num_samplers)
         self.works = {name: self._start(name) for name in self.pool.names}
-        pulled = PulledLeases(self.pool, self.ledger, None, answer_seconds=5 * LIMIT)
-        self.driver = RemoteWorkers(self.pool, pulled, starvation=NeverStarved)
+        self.driver = PulledLeases(
+            self.pool, self.ledger, None, answer_seconds=5 * LIMIT, starvation=NeverStarved
+        )
         self.driver._look()
         self.version = 0
         self.num_events = 0
