@@ -96,12 +96,6 @@ class Ledger:
         for entry in self.leases.entries():
             entry.put_off(seconds)
 
-    def close(self) -> None:
-        """Stops giving out work, and wakes all waiting samplers: here there are none."""
-
-    def stop(self) -> None:
-        """Ends it: here it needs no end."""
-
     # --- the driver ----------------------------------------------------------------------------
 
     def begin(self, position: int, step: int) -> None:

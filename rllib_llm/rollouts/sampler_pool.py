@@ -155,7 +155,31 @@ class SamplerPool:
 
     def healthy(self) -> list[int]:
         """Indices of the samplers that can be asked, after a look at those that could not."""
-        self._look_after_the_dead()
+        now = time.monotonic()
+        for worker in self._down():
+            since = self._down_since.setdefault(worker, now)
+            if now - since > self.start_limit:
+                self.replace(worker, f"it did not come back in {now - since:.0f} s")
+        # Answers to earlier pings first: who answers is healthy again.
+        answered = self.actors.ready(list(self._pings.values()), 0.0)
+        for worker, call in list(self._pings.items()):
+            if call not in answered:
+                continue
+            del self._pings[worker]
+            try:
+                self.actors.answer(call)
+            except RayError:
+                continue  # still down
+            self.actors.mark(worker, healthy=True)
+            self._down_since.pop(worker, None)
+            if worker in self._added:
+                self._added.remove(worker)
+                continue
+            self._revived.append(worker)
+            self.faults.sampler_restarts += 1
+        for worker in self._down():
+            if worker not in self._pings:
+                self._pings[worker] = self.actors.call(worker, "ping")
         return self.actors.healthy()
 
     def pop_revived(self) -> list[int]:
@@ -242,30 +266,3 @@ class SamplerPool:
     def _down(self) -> list[int]:
         healthy = set(self.actors.healthy())
         return [worker for worker in self.actors.workers if worker not in healthy]
-
-    def _look_after_the_dead(self) -> None:
-        now = time.monotonic()
-        for worker in self._down():
-            since = self._down_since.setdefault(worker, now)
-            if now - since > self.start_limit:
-                self.replace(worker, f"it did not come back in {now - since:.0f} s")
-        # Answers to earlier pings first: who answers is healthy again.
-        answered = self.actors.ready(list(self._pings.values()), 0.0)
-        for worker, call in list(self._pings.items()):
-            if call not in answered:
-                continue
-            del self._pings[worker]
-            try:
-                self.actors.answer(call)
-            except RayError:
-                continue  # still down
-            self.actors.mark(worker, healthy=True)
-            self._down_since.pop(worker, None)
-            if worker in self._added:
-                self._added.remove(worker)
-                continue
-            self._revived.append(worker)
-            self.faults.sampler_restarts += 1
-        for worker in self._down():
-            if worker not in self._pings:
-                self._pings[worker] = self.actors.call(worker, "ping")

@@ -283,9 +283,7 @@ class RolloutSource:
 
     def stop(self) -> None:
         """Waits, for a limited time, for work in flight."""
-        self._ledger.close()
-        self._workers.stop()  # before the ledger, that calls of theirs are not made in vain
-        self._ledger.stop()
+        self._workers.stop()
 
 
 def open_rollouts(

@@ -251,6 +251,7 @@ class PulledLeases(RemoteWorkers):
     """
 
     seconds_between_looks = SECONDS_BETWEEN_LOOKS
+    _ledger: RemoteLedger
 
     def __init__(
         self, pool: SamplerPool, ledger: RemoteLedger, settings: ServingSettings, *,
@@ -298,9 +299,11 @@ class PulledLeases(RemoteWorkers):
             self._ledger.call("give_back", str(worker), answer)
 
     def stop(self) -> None:
-        """Ends the watch, and tells samplers to ask for no more."""
+        """Ends the watch, the samplers' turns, and the ledger after them: no call is in vain."""
+        self._ledger.close()
         self._ended.set()
         if self._watch.is_alive():
             self._watch.join(STOP_SECONDS)
         calls = [self._actors.call(w, "apply", stop_streaming) for w in self._actors.healthy()]
         self._actors.ready(calls, STOP_SECONDS)
+        self._ledger.stop()

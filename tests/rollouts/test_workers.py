@@ -57,6 +57,11 @@ class Ledger:
     def call(self, name, *args):
         self.called.append((name, *args))
 
+    def close(self):
+        """Nobody waits."""
+
+    stop = close
+
 
 class Starvation:
     """Seconds that processes have waited for a core since the last look, as a test says."""
