@@ -36,11 +36,12 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from rllib_llm.algorithms.results import parts_by_environment
 from rllib_llm.config.tabled_config import flattened
-from rllib_llm.rollouts.errors import NoSamplersError, NoServerError
+from rllib_llm.rollouts.errors import NoSamplersError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared import columns
 from rllib_llm.shared.errors import Problem, Problems
+from rllib_llm.shared.remote import ServerError
 
 
 def pass_metrics(
@@ -166,14 +167,14 @@ def evaluate_held_out(algorithm, group: EnvRunnerGroup) -> tuple[dict[str, Any],
 
     Raises:
         RuntimeError: a sampler failed, or all die of it whenever they are asked.
-        NoSamplersError, NoServerError: none came back or the server gave no answer,
+        NoSamplersError, ServerError: none came back or the server gave no answer,
             `evaluation_error_after_n_consecutive_skips` times.
     """
     named = algorithm.evaluation_groups
     try:
         batch = _judged(algorithm, algorithm.evaluation_config, group)
         further = {name: _judged(algorithm, *of) for name, of in named.items()}
-    except (NoSamplersError, NoServerError) as error:
+    except (NoSamplersError, ServerError) as error:
         algorithm.eval_metrics = None
         algorithm.faults.evaluations_skipped += 1
         algorithm.num_evaluations_skipped += 1

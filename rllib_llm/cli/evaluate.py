@@ -161,14 +161,14 @@ def run_evaluation(checkpoint: Path, config: Any, verbosity: int = 0) -> dict[st
         typer.Exit: the server that generates gave no answer; a panel says so.
     """
     from rllib_llm.checkpoints.algorithm import class_and_arguments
-    from rllib_llm.rollouts.errors import NoServerError
+    from rllib_llm.shared.remote import ServerError
 
     made, _ = class_and_arguments(checkpoint)
     algorithm = made.from_checkpoint(str(checkpoint.resolve()), config=config)
     try:
         results = algorithm.evaluate()
         return flatten(getattr(algorithm, "eval_metrics", None) or results)
-    except NoServerError as error:
+    except ServerError as error:
         if verbosity:
             stderr.print_exception()
         show(str(error), title="evaluation failed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,12 @@ from rllib_llm.rollouts.judged_batch import JudgedBatch, SampleRequest
 from rllib_llm.rollouts.policy import EVALUATION_SEED, EnginePolicy, ModulePolicy, SamplingPolicy
 from rllib_llm.rollouts.sample_loop import (
     MAX_SECONDS_OF_A_TURN,
+    DealtLease,
+    LocalLedger,
+    SampleLoop,
     SamplerThread,
-    served,
     stop_streaming,
-)  # fmt: skip
+)
 from rllib_llm.rollouts.sampler import MixedSampler, Sampler, SamplingEnvironment
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.dotted import import_dotted
@@ -53,7 +55,6 @@ from rllib_llm.shared.errors import require
 from rllib_llm.shared.messages import Listener
 from rllib_llm.shared.process import keep_freed_memory, threads_for
 from rllib_llm.weights.published import PublishedWeights
-from rllib_llm.weights.receiver import WeightsReceiver
 
 if TYPE_CHECKING:
     from rllib_llm.overseer.link import Link
@@ -238,11 +239,6 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         return self.sampler.policy
 
     @property
-    def weights(self) -> WeightsReceiver:
-        """The receiver of the policy's weights."""
-        return self.sampler.weights
-
-    @property
     def module(self) -> RLModule | None:
         """The policy's module; None where an engine generates, or before it is made."""
         return self.policy.module if isinstance(self.policy, ModulePolicy) else None
@@ -293,7 +289,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
         request = SampleRequest(self._position, num_prompts, group, explore, env=number)
-        batch = self.sampler.sample(request)
+        batch = self.sampler.of(request).sample(request)
         self._position += num_prompts
         for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
             self.metrics.log_value(name, batch.num_rollouts, reduce="sum")
@@ -310,9 +306,13 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         An exception is returned as text: raised in an actor it would end it, and the driver
         would see a dead sampler instead of the reason.
         """
+        dealt = DealtLease(lease)
         try:
-            with self.listener:
-                return served(lease, self.sampler, settings)
+            loop = SampleLoop(LocalLedger(dealt), self.sampler, settings)
+            with self.listener, closing(loop):
+                while loop.turn():
+                    pass
+            return dealt.groups
         except Exception as error:  # noqa: BLE001  (the border of the process; raised by the source)
             return SampleFailure.from_exception(error)
 

@@ -18,10 +18,6 @@ class BrokenSamplerError(RuntimeError):
     """A bug in code that samplers run, such as a reward function; retrying does not help."""
 
 
-class NoServerError(RuntimeError):
-    """The server that generates for the samplers gave no answer, however often it was asked."""
-
-
 class NoSamplersError(RuntimeError):
     """All samplers are gone and none came back in time."""
 

@@ -3,15 +3,14 @@
     lease ─▶ rows or batches (`in_flight.py`) ─▶ judges, MAX_JUDGING at most ─▶ push
 
 `SampleLoop.turn` is all of it. The driver takes turns where the sampler is in its process, while a
-batch is awaited. An actor takes them until a lease is done that it was dealt (`served`), or in a
-thread, where it leases by itself (`SamplerThread`): it stays free for other calls, and the driver
-asks it every second to be at work, which a sampler that was started again takes as its order to
-begin. Whether the ledger is here or in an actor, or a lease was dealt, is known to its end alone.
+batch is awaited. An actor takes them until a lease is done that it was dealt, or in a thread, where
+it leases by itself (`SamplerThread`): it stays free for other calls, and the driver asks it every
+second to be at work, which a sampler that was started again takes as its order to begin. Whether
+the ledger is here or in an actor, or a lease was dealt, is known to its end alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from rllib_llm.rollouts.errors import NoServerError, SampleFailure
+from rllib_llm.rollouts.errors import SampleFailure
 from rllib_llm.rollouts.groups import JudgedGroup, Lease
 from rllib_llm.rollouts.in_flight import open_in_flight
 from rllib_llm.rollouts.judged_batch import judged_groups, opened, pack
@@ -30,7 +29,6 @@ from rllib_llm.rollouts.ledger import Ledger
 from rllib_llm.rollouts.sampler import MAX_JUDGING, Sampler, UnjudgedBatch
 from rllib_llm.rollouts.schedule import ServingSettings
 from rllib_llm.shared.messages import Listener
-from rllib_llm.shared.remote import ServerError
 from rllib_llm.weights.published import PublishedWeights
 
 if TYPE_CHECKING:
@@ -217,8 +215,9 @@ class SampleLoop:
 
     def _judged(self, generated: UnjudgedBatch) -> list[JudgedGroup]:
         """The groups of a batch, judged and filtered."""
-        judged = self._sampler.judge(generated, beside=self._settings.judges_beside)
         request, keep = generated.request, self._settings.oversample_keep
+        sampler = self._sampler.of(request)
+        judged = sampler.judge(generated, beside=self._settings.judges_beside)
         min_valid = min(self._settings.min_valid, request.num_completions)
         groups = judged_groups(judged, min_valid=min_valid)
         if generated.continues:
@@ -313,11 +312,8 @@ class LocalWorker(Workers):
         self._is_eager = ledger.rules.schedule == "lockstep"
 
     def work(self) -> None:
-        try:
-            while self._loop.turn() and self._is_eager:
-                pass
-        except ServerError as error:
-            raise NoServerError(str(error)) from error
+        while self._loop.turn() and self._is_eager:
+            pass
 
     def stop(self) -> None:
         self._loop.close()
@@ -337,15 +333,6 @@ class DealtLease:
         if name == "push":
             self.groups += args[1]
         return (args[1], None, 0) if name == "renew" else None
-
-
-def served(lease: Lease, sampler: Sampler, settings: ServingSettings) -> list[JudgedGroup]:
-    """The judged groups of a lease; exceptions are raised."""
-    dealt = DealtLease(lease)
-    with contextlib.closing(SampleLoop(LocalLedger(dealt), sampler, settings)) as loop:
-        while loop.turn():
-            pass
-    return dealt.groups
 
 
 # --- the loop in a thread of an actor ----------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rllib_llm.rollouts.errors import BrokenSamplerError, NoServerError, SampleFailure
+from rllib_llm.rollouts.errors import BrokenSamplerError, SampleFailure
 from rllib_llm.rollouts.groups import Answer, Ending
 from rllib_llm.rollouts.judged_batch import JudgedBatch, as_bytes, batch_of, rows_of
 from rllib_llm.rollouts.ledger import Ledger
@@ -28,6 +28,7 @@ from rllib_llm.rollouts.sample_loop import LocalWorker, Workers
 from rllib_llm.rollouts.sampler_pool import SamplerPool
 from rllib_llm.rollouts.schedule import ServingSettings, StreamRules
 from rllib_llm.shared.process import LEAST_SECONDS
+from rllib_llm.shared.remote import ServerError
 from rllib_llm.weights.published import PublishedWeights
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class RolloutSource:
             self._replace_lost(failure)
             return
         if failure.no_server:
-            raise NoServerError(failure.error)
+            raise ServerError(failure.error)
         is_lockstep = self._rules.schedule == "lockstep"
         if not num_failures:  # of no group's
             self._num_failures[sampler] += 1

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rllib_llm.algorithms.evaluation import held_out_metrics
-from rllib_llm.rollouts.errors import NoServerError
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
+from rllib_llm.shared.remote import ServerError
 from rllib_llm.weights.loading import can_map_read_only
 from tests.algorithms import tiny_runs as tiny
 from tests.rollouts.tiny_samplers import Counted, how_it_got_weights
@@ -76,7 +76,7 @@ def test_a_server_that_is_down_costs_evaluations_and_the_third_ends_the_run():
         # Before training and after iteration 2; the next is due after iteration 4.
         assert [result["faults"]["evaluations_skipped"] for result in results] == [1, 2, 2]
         assert not any("eval" in result for result in results)
-        with pytest.raises(NoServerError, match=f"{server.base_url}/completions must answer"):
+        with pytest.raises(ServerError, match=f"{server.base_url}/completions must answer"):
             algorithm.train()
 
 

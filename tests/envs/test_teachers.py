@@ -130,7 +130,8 @@ def test_each_environment_has_a_teacher_of_its_own():
             "teacher_prompt": "domain"}},
     )  # fmt: skip
     runner = build_sampler(config)
-    batches = [runner.sampler.sample(SampleRequest(0, 3, 2, env=env)) for env in range(3)]
+    batches = [runner.sampler.of(request).sample(request) for request in
+               (SampleRequest(0, 3, 2, env=env) for env in range(3))]  # fmt: skip
     runner.stop()
     for batch, model in zip(batches[:2], (FIRST, SECOND), strict=True):
         as_told(batch.columns, slice(None), model)

@@ -185,7 +185,7 @@ def test_a_sampler_that_cannot_get_the_weights_does_not_sample(ray_session):
     answer = dealt(remote, REQUEST, PublishedWeights(3, "broken", (ray.put(flat),)))
     assert isinstance(answer, SampleFailure)
     assert "saved from another architecture" in answer.error
-    assert remote.weights.version == -1
+    assert remote.sampler.weights.version == -1
 
 
 def test_rllib_can_sample_by_itself():

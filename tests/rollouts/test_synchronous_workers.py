@@ -12,7 +12,6 @@ from rllib_llm.rollouts.errors import (
     BrokenSamplerError,
     Faults,
     NoSamplersError,
-    NoServerError,
     SampleFailure,
 )
 from rllib_llm.rollouts.groups import Lease
@@ -317,7 +316,7 @@ class Serverless:
 
 def test_a_server_that_gave_no_answer_was_asked_often_enough():
     group = ScriptedActors([Serverless()])
-    with pytest.raises(NoServerError, match="ServerError: http://h/v1 must answer"):
+    with pytest.raises(ServerError, match="ServerError: http://h/v1 must answer"):
         sample(group)
     assert len(group.served) == 1
 

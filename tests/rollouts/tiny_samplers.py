@@ -77,7 +77,7 @@ class Counted(RLHFEnvRunner):
 
 def how_it_got_weights(runner: Counted) -> tuple[int, bool, int]:
     """How often RLlib set them, whether they are the published memory itself, and their version."""
-    return runner.num_set, runner.policy.loader.is_aliased, runner.weights.version
+    return runner.num_set, runner.policy.loader.is_aliased, runner.sampler.weights.version
 
 
 class ScriptedActors:
