@@ -108,7 +108,8 @@ class BatchRows:
                 torch.tensor(tokens, device=self.device),
                 torch.tensor(values, dtype=torch.float32, device=self.device),
             )
-        self.settings.append(RowSettings(params, stops, bias, bool(params.adjustments)))
+        adjusts = params.has_penalties or bias is not None
+        self.settings.append(RowSettings(params, stops, bias, adjusts))
         return len(self.settings) - 1
 
     def keep(self, moves: Moves) -> None:

@@ -22,10 +22,16 @@ from transformers import (
 )
 
 from rllib_llm.engines.kv_cache import SharedPromptCache, SharedPromptLayer, StaticLayer
-from rllib_llm.modules.llama_trunk import TRUNKS, is_plain, is_read_whole, is_rms_norm
+from rllib_llm.modules.llama_trunk import (
+    TRUNKS,
+    is_plain,
+    is_read_whole,
+    is_rms_norm,
+    products_of,
+)
 from rllib_llm.modules.lora import is_low_rank, low_rank_factors
 from rllib_llm.modules.model_source import is_multimodal
-from rllib_llm.modules.precision import ONEDNN, products_of
+from rllib_llm.modules.precision import ONEDNN, onednn_add_linear, onednn_linear
 from rllib_llm.modules.trunk import LogitTransform, take_apart
 from rllib_llm.shared.process import multiplies_bfloat16
 
@@ -135,8 +141,10 @@ class _Projection:
     add_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __init__(self, layers: Sequence[nn.Module], steps: int) -> None:
-        self._lay_out([getattr(layer, "base_layer", layer) for layer in layers], steps)
-        if (factors := low_rank_factors(layers)) is not None:
+        linears = [getattr(layer, "base_layer", layer) for layer in layers]
+        self._lay_out(linears, steps)
+        factors = low_rank_factors(layers) if linears != list(layers) else None
+        if factors is not None:
             down, up = factors
             self.apply = adapted = functools.partial(_adapted, self.apply, down, up)
             self.add_to = lambda residual, inputs: residual + adapted(inputs)
@@ -163,8 +171,8 @@ class _Projection:
             matrix = whole.t()
         self.matrix = matrix
         if is_onednn:
-            self.apply = functools.partial(ONEDNN.linear, weight=matrix.t(), bias=bias)
-            self.add_to = functools.partial(ONEDNN.add_linear, weight=matrix.t(), bias=bias)
+            self.apply = functools.partial(onednn_linear, weight=matrix.t(), bias=bias)
+            self.add_to = functools.partial(onednn_add_linear, weight=matrix.t(), bias=bias)
         elif bias is None:
             self.apply = functools.partial(torch.mm, mat2=matrix)
             self.add_to = functools.partial(torch.addmm, mat2=matrix)
@@ -319,31 +327,24 @@ class LlamaStep:
         masks = [None if mask is None else additive(mask, dtype) for _, mask in blocks]
         layers = zip(*(cache.layers for cache, _ in blocks), strict=True)
         seen = [list(zip(caches, masks, strict=True)) for caches in layers]
-        if order is None:
-            return self.logits(tokens, positions, seen)
-        there, back = order
-        hidden = self._states(tokens[there], positions[there], seen)
-        return self.head.apply(self.norm(hidden[back]).to(self.head_dtype))
+        return self.logits(tokens, positions, seen, order)
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
-    ) -> torch.Tensor:
-        """As `__call__`, given what each layer's rows attend to; rows of several blocks are
-        concatenated."""
-        states = self._states(tokens, positions, seen)
-        return self.head.apply(self.norm(states).to(self.head_dtype))
-
-    def _states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]]
-    ) -> torch.Tensor:
-        """The trunk's last states before their norm, [rows, hidden]."""
+        self, tokens: torch.Tensor, positions: torch.Tensor, seen: Sequence[Sequence[_Seen]],
+        order: Order | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `__call__`, given what each layer's rows attend to, block by block."""
+        if order is not None:
+            tokens, positions = tokens[order[0]], positions[order[0]]
         hidden = F.embedding(tokens, self.embedding)
         cos, sin = self.rotary(hidden, positions.unsqueeze(1))
         half = sin.shape[-1] // 2
         rotate = _RotaryAngles(cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
         for layer, held in zip(self.layers, seen, strict=True):
             hidden = layer(hidden, rotate, held)
-        return hidden
+        if order is not None:
+            hidden = hidden[order[1]]
+        return self.head.apply(self.norm(hidden).to(self.head_dtype))
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

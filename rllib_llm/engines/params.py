@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class SamplingParams:
             found["logit_bias"] = dict(self.logit_bias)
         return found
 
-    @property
+    @functools.cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         return any(getattr(self, name) != off for name, off in _PENALTIES.items())

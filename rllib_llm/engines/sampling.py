@@ -47,51 +47,55 @@ def choose_for_rows(
         guides: of rows that have one, by their columns of the buffers.
         counts: of rows with penalties.
     """
-    allowed = _allowed_by_guides(rows, start, guides, logits) if guides else None
-    chosen = _choose(rows, logits, noise, start, clock, allowed, counts)
-    if allowed is not None:
-        tokens = chosen.tokens.tolist()
-        alive = rows.alive[start:].tolist()
-        for i, column in enumerate(rows.columns[start:].tolist()):
-            if column in guides and alive[i]:
-                guides[column].take(tokens[i])
-    if counts:
-        counts.record(rows.columns[start:], chosen.tokens, rows.alive[start:])
-    return chosen
-
-
-def _choose(
-    rows: BatchRows, logits: torch.Tensor, noise: torch.Tensor | None, start: int, clock: int,
-    allowed: torch.Tensor | None, counts: TokenCounts,
-) -> Chosen:  # fmt: skip
-    columns, born = rows.columns[start:], rows.born[start:]
+    columns, born, alive = rows.columns[start:], rows.born[start:], rows.alive[start:]
+    guided, allowed = [], None
+    if guides:
+        is_alive = alive.tolist()
+        guided = [
+            (i, guides[column]) for i, column in enumerate(columns.tolist())
+            if column in guides and is_alive[i]
+        ]  # fmt: skip
+    if guided:
+        allowed = torch.ones(logits.shape, dtype=torch.bool)
+        for i, guide in guided:
+            own = guide.allowed()
+            allowed[i, : len(own)] = own[: allowed.shape[1]]
+            allowed[i, len(own) :] = False
+        allowed = allowed.to(logits.device)
     parts = list(rows.by_settings(start))
     if parts[0][1] is None:
-        setting = parts[0][0]
-        return _choose_alike(setting, columns, logits, noise, clock - born, allowed, counts)
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=rows.device)
-    logprobs = torch.empty(len(logits), device=rows.device)
-    ended = torch.zeros(len(logits), dtype=torch.bool, device=rows.device)
-    likeliest = []
-    for setting, index in parts:
-        place = torch.from_numpy(index).to(rows.device)
-        own = None if noise is None else noise[place]
-        masks = None if allowed is None else allowed[place]
-        part = _choose_alike(
-            setting, columns[index], logits[place], own, clock - born[index], masks, counts
-        )
-        tokens[place], logprobs[place] = part.tokens, part.logprobs
-        if part.ended is not None:
-            ended[place] = part.ended
-        likeliest += [(place, found) for _, found in part.likeliest]
-    return Chosen(tokens, logprobs, ended, likeliest)
+        age = clock - born
+        chosen = _choose_alike(parts[0][0], columns, logits, noise, age, allowed, counts)
+    else:
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=rows.device)
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=rows.device)
+        chosen = Chosen(tokens, torch.empty(len(logits), device=rows.device), ended, [])
+        for setting, index in parts:
+            place = torch.from_numpy(index).to(rows.device)
+            own_noise = None if noise is None else noise[place]
+            masks = None if allowed is None else allowed[place]
+            part = _choose_alike(
+                setting, columns[index], logits[place], own_noise, clock - born[index], masks,
+                counts,
+            )  # fmt: skip
+            chosen.tokens[place], chosen.logprobs[place] = part.tokens, part.logprobs
+            if part.ended is not None:
+                ended[place] = part.ended
+            chosen.likeliest.extend((place, found) for _, found in part.likeliest)
+    if guided:
+        taken = chosen.tokens.tolist()
+        for i, guide in guided:
+            guide.take(taken[i])
+    if counts:
+        counts.record(columns, chosen.tokens, alive)
+    return chosen
 
 
 def _choose_alike(
     setting: RowSettings, columns: np.ndarray, logits: torch.Tensor, noise: torch.Tensor | None,
     age: np.ndarray, allowed: torch.Tensor | None, counts: TokenCounts,
 ) -> Chosen:  # fmt: skip
-    """`_choose` for rows with the same settings, which have sampled `age` [n] tokens."""
+    """`choose_for_rows`, for rows with the same settings, which have sampled `age` [n] tokens."""
     params, stops = setting.params, setting.stops
     if setting.adjusts:
         logits = counts.adjusted(columns, logits, setting)
@@ -107,23 +111,6 @@ def _choose_alike(
     )
     ended = None if stops is None else (tokens.unsqueeze(1) == stops).any(dim=1)
     return Chosen(tokens, logprobs, ended, [] if found is None else [(None, found)])
-
-
-def _allowed_by_guides(
-    rows: BatchRows, start: int, guides: Mapping[int, Guide], logits: torch.Tensor
-) -> torch.Tensor | None:
-    """[n, vocab] bool, all True for rows without a guide; None where none of them has one."""
-    columns = rows.columns[start:].tolist()
-    if not any(column in guides for column in columns):
-        return None
-    allowed = torch.ones(logits.shape, dtype=torch.bool)
-    alive = rows.alive[start:].tolist()
-    for i, column in enumerate(columns):
-        if column in guides and alive[i]:
-            own = guides[column].allowed()
-            allowed[i, : len(own)] = own[: allowed.shape[1]]
-            allowed[i, len(own) :] = False
-    return allowed.to(logits.device)
 
 
 # --- penalties -----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from rllib_llm.learners.optimizer import (
     whole_state,
 )
 from rllib_llm.learners.shared_passes import Batch, SharedPasses, seeded_dropout
-from rllib_llm.modules.shards import gradient_norm, local_data
+from rllib_llm.modules.shards import local_data
 from rllib_llm.numerics.learning_rate import learning_rate_factor
 from rllib_llm.numerics.losses import cross_entropy_tokens
 from rllib_llm.shared import columns
@@ -395,7 +395,11 @@ class LanguageModelLearner(SharedPasses):
             self._sums = None
         self.all_reduce(loss)
         grads = [param.grad for param in params if param.grad is not None]
-        norm = gradient_norm(grads)
+        if self.is_sharded:  # this learner's shards
+            grads = [local_data(grad) for grad in grads]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if self.is_sharded:
+            norm = self.all_reduce(norm.square()).sqrt()
         if not torch.isfinite(torch.stack([loss, norm])).all():  # a GPU is waited for once
             self._refusals.refuse(loss, norm, minibatch)
             return
@@ -406,7 +410,7 @@ class LanguageModelLearner(SharedPasses):
             # below 1; of shards as well.
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             for grad in grads:
-                local_data(grad).mul_(factor.to(grad.device))
+                grad.mul_(factor.to(grad.device))
         for optimizer in self._named_optimizers.values():
             self._set_optimizer_lr(optimizer, self.learning_rate)
             if self.config.optimizer_offload:

@@ -35,7 +35,7 @@ from rllib_llm.modules.packed_attention import (
     reads_half,
 )
 from rllib_llm.modules.packing import WantedTokens
-from rllib_llm.modules.precision import TORCH, Float32Linear, OneDNNLinear, Products, products_of
+from rllib_llm.modules.precision import ONEDNN, TORCH, Float32Linear, OneDNNLinear, Products
 
 # Classes of tensors that are neither quantised nor sharded, which have their own. Tests add one.
 PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
@@ -215,7 +215,7 @@ class _GatedMLP(torch.autograd.Function):
         del normed
         ctx.save_for_backward(inputs, scale, norm_weight, gates, ups, gate, up, down)
         ctx.products = products
-        return products.add_linear(inputs, F.silu(gates).mul_(ups), down)
+        return products.plus_mm(inputs, F.silu(gates).mul_(ups), down.t())
 
     @staticmethod
     @once_differentiable
@@ -400,6 +400,11 @@ def _attend(
     if products_of(attention.o_proj, attended) is TORCH:
         return torch.addmm(hidden, attended, attention.o_proj.weight.t())
     return hidden + attention.o_proj(attended)
+
+
+def products_of(layer: nn.Module, inputs: Tensor) -> Products:
+    """The products for inputs of this kind with the weight of `layer`."""
+    return ONEDNN if isinstance(layer, OneDNNLinear) and layer.multiplies(inputs) else TORCH
 
 
 def _mlp(layer: nn.Module, hidden: Tensor) -> Tensor:

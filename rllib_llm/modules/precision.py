@@ -23,7 +23,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,49 +48,35 @@ def faster_library(cpuinfo: str | Path = "/proc/cpuinfo") -> str:
     return "onednn" if both and is_zen and has_avx512 else "mkl"
 
 
-class _Torch:
-    """Matrix products without their own autograd, by whatever torch takes for the tensors' dtype
-    and device."""
+class Products(NamedTuple):
+    """Matrix products without their own autograd."""
 
-    def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """a b; perhaps in the memory of `out`, which must be free."""
-        return torch.mm(a, b, out=out)
+    mm: Callable[..., Tensor]
+    """(a, b, out) -> a b; perhaps in the memory of `out`, which must be free."""
+    linear: Callable[..., Tensor]
+    """(inputs, weight, bias) -> inputs weight^T + bias, [..., out]."""
+    add_mm: Callable[..., Tensor]
+    """(total, a, b) -> total + a b; perhaps in the memory of `total`, which must be free."""
+    plus_mm: Callable[..., Tensor]
+    """(total, a, b) -> total + a b in new memory."""
 
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """inputs weight^T + bias, [..., out]."""
+
+def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """inputs weight^T + bias, [..., out], by oneDNN, through the operators that torch's own
+    compiler uses. It reads transposed matrices where they lie."""
+    if not (inputs.numel() and weight.numel()):
         return F.linear(inputs, weight, bias)
-
-    def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """total + a b; perhaps in the memory of `total`, which must be free."""
-        return total.addmm_(a, b)
-
-    def add_linear(self, total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """total + inputs weight^T in new memory."""
-        return torch.addmm(total, inputs, weight.t())
+    return torch.ops.mkldnn._linear_pointwise(inputs, _dense(weight), bias, "none", [], "")
 
 
-class _OneDNN:
-    """Products by oneDNN, through the operators that torch's own compiler uses. It reads transposed
-    matrices where they lie."""
-
-    def mm(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.linear(a, b.t())
-
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (inputs.numel() and weight.numel()):
-            return F.linear(inputs, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(inputs, _dense(weight), bias, "none", [], "")
-
-    def add_mm(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.add_linear(total, a, b.t())
-
-    def add_linear(
-        self, total: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        if not (inputs.numel() and weight.numel()):
-            return total + F.linear(inputs, weight, bias)
-        operator = torch.ops.mkldnn._linear_pointwise.binary
-        return operator(inputs, total, _dense(weight), bias, "add")
+def onednn_add_linear(
+    total: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """total + inputs weight^T + bias in new memory, as `onednn_linear`."""
+    if not (inputs.numel() and weight.numel()):
+        return total + F.linear(inputs, weight, bias)
+    operator = torch.ops.mkldnn._linear_pointwise.binary
+    return operator(inputs, total, _dense(weight), bias, "add")
 
 
 def _dense(matrix: Tensor) -> Tensor:
@@ -98,17 +84,31 @@ def _dense(matrix: Tensor) -> Tensor:
     return matrix if 0 not in matrix.stride() else matrix.contiguous()
 
 
-TORCH, ONEDNN = _Torch(), _OneDNN()
-Products = _Torch | _OneDNN
+def _onednn_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    return onednn_linear(a, b.t())
+
+
+def _onednn_add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return onednn_add_linear(total, a, b.t())
+
+
+TORCH = Products(torch.mm, F.linear, Tensor.addmm_, torch.addmm)
+"""By whatever torch takes for the tensors' dtype and device."""
+ONEDNN = Products(_onednn_mm, onednn_linear, _onednn_add_mm, _onednn_add_mm)
 
 
 class OneDNNLinear(nn.Linear):
     """A linear layer, its float32 products on a processor by oneDNN, those of its gradients too."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if products_of(self, inputs) is TORCH:
+        if not self.multiplies(inputs):
             return super().forward(inputs)
         return _Linear.apply(inputs, self.weight, self.bias)
+
+    def multiplies(self, inputs: Tensor) -> bool:
+        """Whether oneDNN multiplies inputs of this kind."""
+        kinds = {(tensor.dtype, tensor.device.type) for tensor in (inputs, self.weight)}
+        return kinds == {(torch.float32, "cpu")}
 
 
 class Float32Linear(nn.Linear):
@@ -156,18 +156,11 @@ def multiplies_by_onednn(model: nn.Module) -> bool:
     return any(isinstance(part, OneDNNLinear) for part in model.modules())
 
 
-def products_of(layer: nn.Module, inputs: Tensor) -> Products:
-    """The products for inputs of this kind with the weight of `layer`."""
-    weight = layer.weight
-    is_for = isinstance(layer, OneDNNLinear) and {inputs.dtype, weight.dtype} == {torch.float32}
-    return ONEDNN if is_for and weight.device.type == inputs.device.type == "cpu" else TORCH
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        return ONEDNN.linear(inputs, weight, bias)
+        return onednn_linear(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable

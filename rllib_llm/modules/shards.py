@@ -65,15 +65,6 @@ def local_data(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients, a scalar; for sharded weights over all learners."""
-    if not any(local_data(grad) is not grad for grad in grads):
-        return torch.nn.utils.get_total_norm(grads)
-    square = torch.nn.utils.get_total_norm([local_data(grad) for grad in grads]).square()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
-
-
 @torch.no_grad()
 def write_(target: Tensor, source: Tensor) -> None:
     """Copies the whole tensor `source` into `target`, or into this learner's part of it."""

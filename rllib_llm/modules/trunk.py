@@ -26,7 +26,7 @@ from rllib_llm.modules.model_source import text_config
 from rllib_llm.modules.multimodal import text_decoder
 from rllib_llm.modules.packed_attention import PACKED, AttentionLayout, Kernel
 from rllib_llm.modules.packing import TokenRows, WantedTokens, completion_rows, pack, pack_dense
-from rllib_llm.modules.precision import multiplies_by_onednn
+from rllib_llm.modules.precision import OneDNNLinear
 from rllib_llm.modules.routers import fixed_experts
 from rllib_llm.shared.errors import Problems
 
@@ -78,7 +78,8 @@ def wants_recurring_sizes(model: nn.Module) -> bool:
         return False
     if weight.dtype == torch.bfloat16:
         return torch.backends.mkldnn.is_available()
-    return weight.dtype == torch.float32 and multiplies_by_onednn(model)
+    is_float32 = weight.dtype == torch.float32
+    return is_float32 and any(isinstance(part, OneDNNLinear) for part in model.modules())
 
 
 def trunk_hidden(trunk: nn.Module, wanted: WantedTokens) -> Tensor:

@@ -12,7 +12,7 @@ from rllib_llm.engines.engine import generate
 from rllib_llm.engines.params import SamplingParams
 from rllib_llm.engines.protocol import uniform_noise
 from rllib_llm.learners.shared_passes import own_reference
-from rllib_llm.modules.llama_trunk import is_fusible
+from rllib_llm.modules.llama_trunk import is_fusible, products_of
 from rllib_llm.modules.logprobs import score_completions
 from rllib_llm.modules.precision import (
     ONEDNN,
@@ -20,7 +20,6 @@ from rllib_llm.modules.precision import (
     OneDNNLinear,
     faster_library,
     multiplies_by_onednn,
-    products_of,
     use_onednn,
 )
 from rllib_llm.modules.quantization import quantize
@@ -55,7 +54,7 @@ def test_products_are_held_to_float64(products, n, k, m):
     assert_near(products.mm(a, b.t().contiguous().t()), exact, k, size)  # however it lies
     assert_near(products.mm(b.t(), a.t()), exact.t(), k, size)
     assert_near(products.linear(a, b.t(), bias), exact + bias, k + 1, size)
-    assert_near(products.add_linear(total, a, b.t()), exact + total, k + 1, size)
+    assert_near(products.plus_mm(total, a, b), exact + total, k + 1, size)
     assert_near(products.add_mm(total.clone(), a, b), exact + total, k + 1, size)
     assert products.linear(a[:0], b.t(), bias).shape == (0, m)
 
