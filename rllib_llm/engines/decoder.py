@@ -346,76 +346,56 @@ class Decoder:
         if len(parts) > 1 and not len(self.rows):
             self.blocks.clear()  # a part would hold on to what was made for rows that have left
         for part in parts:
-            alike_groups = [groups[i] for i in part if not groups[i].images]
-            if alike_groups and alike_groups[0].prefix is None:
+            if alike_groups := [groups[i] for i in part if not groups[i].images]:
                 self._prefill(alike_groups)
-            elif alike_groups:
-                self._prefill_rest(alike_groups)
             for group in (groups[i] for i in part if groups[i].images):
                 self._prefill([group])
 
-    def _length_to_read(self, num_prompts: int, length: int) -> int:
-        """The positions of so many prompts that are read where `length` would do."""
-        return recurring_length(num_prompts, length) if self.plan.has_recurring_sizes else length
-
     def _prefill(self, groups: Sequence[PromptGroup]) -> None:
-        copies = [len(group.columns) for group in groups]
+        """Prefills prompts of similar length, or one with images; where all have a kept prefix,
+        from its end on, see `fill`."""
+        lengths = [group.length for group in groups]
+        longest, before = max(lengths), len(self.rows)
+        images, shares = groups[0].images, self.plan.shares_prompts
         ids, mask = padded(groups)
-        longest = ids.shape[1]
         block = self.blocks.block_for(*_sizes(groups))
-        shares = self.plan.shares_prompts
-        images = groups[0].images  # of a single group, where there are any
-        more = self._length_to_read(len(groups), longest) - longest if shares and not images else 0
-        if more:
-            ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
-        prompts = self.plan.make_cache(longest + more)
-        repeats = torch.tensor(copies, device=self.device)
-        if not shares:
-            block.cache = prompts
-            ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
-        self.num_prefilled += sum(group.length for group in groups)
-        ahead = 0
-        if images:
-            num_shown = groups[0].num_shown
-            logits, ahead = prefill_seen(
-                self.model, self.value_head, ids, images, num_shown, prompts
-            )
-        else:
-            logits = prefill(self.model, self.value_head, ids, mask, prompts)
-        if more:
-            prompts.look_from(more)
-        before = len(self.rows)
         room = self._room_for(block, groups, longest) if shares else (0, 0)
+        recurs = self.plan.has_recurring_sizes and shares and not images
+        prefixes = [group.prefix for group in groups if group.prefix is not None]
+        new = longest
+        if prefixes and shares:
+            new = max(n - len(p.token_ids) for n, p in zip(lengths, prefixes, strict=True))
+            longer = recurring_length(len(groups), new) if recurs else new
+            new = longer if longer < longest else new
+        ahead = 0
+        if new < longest:
+            # Where the block is empty its own cache is filled, and nothing has to be copied to it.
+            is_beside = len(block) > 0
+            prompts = self.plan.make_cache(longest) if is_beside else block.cache
+            fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
+            logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
+        else:
+            more = recurring_length(len(groups), longest) - longest if recurs else 0
+            if more:
+                ids, mask = (F.pad(each, (more, 0)) for each in (ids, mask))
+            prompts = self.plan.make_cache(longest + more)
+            repeats = torch.tensor([len(group.columns) for group in groups], device=self.device)
+            if not shares:
+                block.cache = prompts
+                ids, mask = (each.repeat_interleave(repeats, dim=0) for each in (ids, mask))
+            if images:
+                logits, ahead = prefill_seen(
+                    self.model, self.value_head, ids, images, groups[0].num_shown, prompts
+                )
+            else:
+                logits = prefill(self.model, self.value_head, ids, mask, prompts)
+            if more:
+                prompts.look_from(more)
+            if shares:
+                logits = logits.repeat_interleave(repeats, dim=0)
+        self.num_prefilled += sum(min(length, new) for length in lengths)
         self._admit(block, prompts, groups, longest, room)
         self.rows.positions[before:] += ahead
-        if shares:
-            logits = logits.repeat_interleave(repeats, dim=0)
-        self._take(logits, before)
-
-    def _prefill_rest(self, groups: Sequence[PromptGroup]) -> None:
-        """Prefills prompts of similar length that begin with a cached prefix; see
-        `KeptPrefixes`."""
-        prefixes = [group.prefix for group in groups if group.prefix is not None]
-        lengths = [group.length for group in groups]
-        held = [len(prefix.token_ids) for prefix in prefixes]
-        new = max(length - kept for length, kept in zip(lengths, held, strict=True))
-        longest, before = max(lengths), len(self.rows)
-        longer = self._length_to_read(len(groups), new)
-        if longer < longest:
-            new = longer
-        if new >= longest or not self.plan.shares_prompts:
-            self._prefill(groups)
-            return
-        ids, mask = padded(groups)
-        block = self.blocks.block_for(*_sizes(groups))
-        room = self._room_for(block, groups, longest)
-        # Where the block is empty its own cache is filled, and nothing has to be copied to it.
-        is_beside = len(block) > 0
-        prompts = self.plan.make_cache(longest) if is_beside else block.cache
-        fill(prompts, prefixes, lengths, new, (len(groups), longest) if is_beside else room)
-        self.num_prefilled += sum(min(length, new) for length in lengths)
-        logits = prefill(self.model, self.value_head, ids, mask, prompts, longest - new)
-        self._admit(block, prompts, groups, longest, room)
         self._take(logits, before)
 
     def _admit(
