@@ -260,8 +260,9 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
         seen = _run_with_probe(model, head, input_ids)
         if seen is None:
             return None
+        head_input, probe, logits = seen
         transforms = _declared_transforms(model.config)
-        transform = next((t for t in transforms if same_numbers(t(seen.probe), seen.logits)), None)
+        transform = next((t for t in transforms if same_numbers(t(probe), logits)), None)
         # Most models call their base_model, OPT its inner decoder; ModernBERT's is its head. The
         # decoder of a multimodal model may be a whole causal LM.
         text = text_decoder(model)
@@ -270,20 +271,16 @@ def _matching_halves(model: PreTrainedModel, head: nn.Module | None) -> TrunkAnd
             if transform is None or trunk is None or any(part is head for part in trunk.modules()):
                 continue
             hidden = padded_hidden(trunk, input_ids)
-            if hidden.dtype == seen.head_input.dtype and same_numbers(hidden, seen.head_input):
+            if hidden.dtype == head_input.dtype and same_numbers(hidden, head_input):
                 return TrunkAndHead(trunk, head, transform)
     return None
 
 
-@dataclass(frozen=True)
-class _Seen:
-    head_input: Tensor
-    probe: Tensor  # handed on in the place of the head's logits
-    logits: Tensor  # what the model made of it
-
-
-def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Seen | None:
-    """One forward of the model with a probe in the place of its head's logits."""
+def _run_with_probe(
+    model: nn.Module, head: nn.Module, input_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The head's input in one forward of the model, the probe handed on in the place of the head's
+    logits, and the logits that the model made of it; None where the head is not called once."""
     calls: list[tuple[Tensor, Tensor]] = []
     this_thread = threading.get_ident()
 
@@ -301,7 +298,7 @@ def _run_with_probe(model: nn.Module, head: nn.Module, input_ids: Tensor) -> _Se
         handle.remove()
     if len(calls) != 1 or calls[0][1].shape != logits.shape:
         return None
-    return _Seen(calls[0][0], calls[0][1], logits)
+    return *calls[0], logits
 
 
 def _declared_transforms(config: Any) -> Iterator[LogitTransform]:
