@@ -183,7 +183,7 @@ class _NormedLinears(torch.autograd.Function):
         del normed
         normed_grad = products.mm(grads[0], weights[0])
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            normed_grad = products.add_mm(normed_grad, grad, weight)
+            normed_grad = products.addmm_(normed_grad, grad, weight)
         input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight)
         return input_grad, norm_grad, None, None, None, *weight_grads, *bias_grads
 
@@ -215,21 +215,21 @@ class _GatedMLP(torch.autograd.Function):
         del normed
         ctx.save_for_backward(inputs, scale, norm_weight, gates, ups, gate, up, down)
         ctx.products = products
-        return products.plus_mm(inputs, F.silu(gates).mul_(ups), down.t())
+        return products.addmm(inputs, F.silu(gates).mul_(ups), down.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, scale, norm_weight, gates, ups, gate, up, down = ctx.saved_tensors
         _, _, _, gate_needed, up_needed, down_needed, _ = ctx.needs_input_grad
-        mm, add_mm = ctx.products.mm, ctx.products.add_mm
+        mm, addmm_ = ctx.products.mm, ctx.products.addmm_
         product, gates_grad, ups_grad = _product_gradients(mm(grad, down), gates, ups)
         down_grad = mm(grad.t(), product) if down_needed else None
         del product
         normed = _normed(inputs, scale, norm_weight)
         gate_grad = mm(gates_grad.t(), normed) if gate_needed else None
         up_grad = mm(ups_grad.t(), normed) if up_needed else None
-        normed_grad = add_mm(mm(gates_grad, gate, out=normed), ups_grad, up)
+        normed_grad = addmm_(mm(gates_grad, gate, out=normed), ups_grad, up)
         input_grad, norm_grad = _norm_gradients(normed_grad, inputs, scale, norm_weight, grad)
         return input_grad, norm_grad, None, gate_grad, up_grad, down_grad, None
 

@@ -55,9 +55,9 @@ class Products(NamedTuple):
     """(a, b, out) -> a b; perhaps in the memory of `out`, which must be free."""
     linear: Callable[..., Tensor]
     """(inputs, weight, bias) -> inputs weight^T + bias, [..., out]."""
-    add_mm: Callable[..., Tensor]
+    addmm_: Callable[..., Tensor]
     """(total, a, b) -> total + a b; perhaps in the memory of `total`, which must be free."""
-    plus_mm: Callable[..., Tensor]
+    addmm: Callable[..., Tensor]
     """(total, a, b) -> total + a b in new memory."""
 
 
@@ -88,13 +88,13 @@ def _onednn_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return onednn_linear(a, b.t())
 
 
-def _onednn_add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _onednn_addmm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return onednn_add_linear(total, a, b.t())
 
 
 TORCH = Products(torch.mm, F.linear, Tensor.addmm_, torch.addmm)
 """By whatever torch takes for the tensors' dtype and device."""
-ONEDNN = Products(_onednn_mm, onednn_linear, _onednn_add_mm, _onednn_add_mm)
+ONEDNN = Products(_onednn_mm, onednn_linear, _onednn_addmm, _onednn_addmm)
 
 
 class OneDNNLinear(nn.Linear):

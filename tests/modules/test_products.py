@@ -54,8 +54,8 @@ def test_products_are_held_to_float64(products, n, k, m):
     assert_near(products.mm(a, b.t().contiguous().t()), exact, k, size)  # however it lies
     assert_near(products.mm(b.t(), a.t()), exact.t(), k, size)
     assert_near(products.linear(a, b.t(), bias), exact + bias, k + 1, size)
-    assert_near(products.plus_mm(total, a, b), exact + total, k + 1, size)
-    assert_near(products.add_mm(total.clone(), a, b), exact + total, k + 1, size)
+    assert_near(products.addmm(total, a, b), exact + total, k + 1, size)
+    assert_near(products.addmm_(total.clone(), a, b), exact + total, k + 1, size)
     assert products.linear(a[:0], b.t(), bias).shape == (0, m)
 
 
