@@ -7,11 +7,13 @@ import gc
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -177,6 +179,7 @@ def ray_session(
         yield resources_by_node()
         return
     check_address(options.ray_address)
+    begun = time.time()
     try:
         ray.init(**_init_arguments(options, needed_cpus, weights_bytes))
     except Exception as error:
@@ -186,12 +189,22 @@ def ray_session(
         if options.ray_address:
             raise _no_cluster(options.ray_address, error) from error
         remedy = "Try again when less is running here, or use a cluster that runs (--ray-address)"
-        raise Problems("Ray", "start on this machine", error, remedy) from error
+        why = "; in its logs: ".join(filter(None, (str(error), _logged_error(begun))))
+        raise Problems("Ray", "start on this machine", why, remedy) from error
     try:
         yield resources_by_node()
     finally:
         if not own_ray_has_ended():
             ray.shutdown()
+
+
+def _logged_error(since: float) -> str:
+    """The last error in the logs of a Ray that was started since then, "" if there is none."""
+    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
+    files = [file for file in logs.glob("*.err") if file.stat().st_mtime >= since]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    lines = [line for text in texts for line in text.splitlines() if re.search(" [EC] ", line)]
+    return lines[-1] if lines else ""
 
 
 def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:

@@ -218,3 +218,22 @@ def test_a_cluster_that_was_killed_is_not_waited_for(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         noted.write_text(f"127.0.0.1:{server.getsockname()[1]}")
         assert _in_place_of_a_dead_cluster() is None  # Ray connects to it
+
+
+def test_a_ray_that_does_not_start_is_told_with_the_last_error_of_its_logs(monkeypatch, tmp_path):
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+
+    def init(**_) -> None:
+        logs.mkdir(parents=True)
+        (logs / "raylet.err").write_text(
+            "[2026-01-01 00:00:00,000 C 7 7] main.cc:1:  Check failed: no space left\n*** stack ***"
+        )
+        raise Exception("The current node timed out")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(Problems) as caught, ray_session(RayOptions()):
+        pass
+    reason = caught.value.problem.reason
+    assert "node timed out" in reason and "no space left" in reason and "stack" not in reason
