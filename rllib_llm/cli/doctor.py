@@ -56,8 +56,8 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
-        require(start_ray or not deep, "--no-ray", ..., "be left out with --deep", "RLlib starts Ray "
-                "for the two iterations, also in one process", "Drop one of them")  # fmt: skip
+        require(start_ray or not deep, "--no-ray", ..., "be left out with --deep",
+                "RLlib starts Ray for two iterations in one process, too", "Drop one")  # fmt: skip
         found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     console = Console(quiet=as_json)

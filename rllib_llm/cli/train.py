@@ -25,7 +25,6 @@ from rllib_llm.cli.session import (
     show_progress,
     shown_warnings,
     user_errors,
-    weights_in_store,
 )
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
@@ -202,15 +201,13 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
     try:
         needed_cpus = max([1.0, *(reservation.totals.get("CPU", 0) for reservation in reserved)])
-        weights_bytes = weights_in_store(experiments, needed_cpus)
         with contextlib.ExitStack() as stack:
             with user_errors(options.verbose):
                 stack.enter_context(alone_in(folder))
                 if options.resume:
                     continue_run(folder, source, experiments)
                 show_progress(f"Starting Ray; results go to {folder} ...")
-                session = ray_session(options, needed_cpus, weights_bytes)
-                nodes = stack.enter_context(session)
+                nodes = stack.enter_context(ray_session(options, needed_cpus))
                 for reservation in reserved:
                     check_resources(reservation, nodes)
             results = run_stages(

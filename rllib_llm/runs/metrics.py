@@ -163,8 +163,9 @@ NAMES = [name for rows in GROUPS.values() for names, *_ in rows for name in name
 
 
 # Results that count how far a trial is: what `stop:` usually names, and progress is told by.
-USUAL_COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials stop by
-COUNTERS = (*USUAL_COUNTERS, "epoch", "num_env_steps_sampled_lifetime")
+COUNTERS = (
+    "training_iteration", "episode", "time_total_s", "epoch", "num_env_steps_sampled_lifetime",
+)  # fmt: skip
 
 
 def is_counter(name: str) -> bool:
@@ -193,51 +194,9 @@ def describes(name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx", "Distillation"})
-SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
-# Patterns of results that only some of our algorithms report. The first match counts.
-REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
-    ("loss/ptx_avg", frozenset({"PPOPtx"})),
-    (r"loss/(policy|value|ref_kl|distill)_avg|train/teacher_.+", SAMPLING),
-    ("train/router_aux_loss", SAMPLING | {"SFT"}),
-    (r"reward|kl|length|entropy|(objective|policy|val|sampler|env)/.+", SAMPLING),
-    (r"(weights|rollouts|replay|rollout_store|off_policy)/.+", SAMPLING),
-    (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|staleness)", SAMPLING),
-    ("train/masked_truncated", SAMPLING),
-    ("train/output_length", SAMPLING | {"Generate"}),
-    ("epoch", SUPERVISED),
-    ("sft_loss|loss/sft", frozenset({"SFT"})),
-    ("rm_loss|loss/reward_model", frozenset({"RewardModel"})),
-    ("dpo_loss|loss/dpo|(rewards|logps)/.+|train/kto_kl", frozenset({"DPO"})),
-    ("(held_out_)?accuracy|(train|eval)/accuracy", frozenset({"RewardModel", "DPO"})),
-    (r"held_out_reward|eval/scores(_std)?", SAMPLING),
-    ("held_out_loss|eval/loss", SUPERVISED),
-    (r"(eval|evaluation)/.+", SAMPLING | SUPERVISED),
-)
-# A result by which trials of an algorithm may be compared.
-TYPICAL = {
-    **dict.fromkeys(SAMPLING, "objective/scores"), "SFT": "loss/sft",
-    "RewardModel": "train/accuracy", "DPO": "train/accuracy", "Generate": "episode",
-}  # fmt: skip
-
-
-def reporters(name: str) -> frozenset[str] | None:
-    """Those of our algorithms that report a result of this name; None where any may."""
-    return next((algos for form, algos in REPORTED_BY if re.fullmatch(form, name)), None)
-
-
 def is_held_out(name: str) -> bool:
     """Whether a result of this name comes from evaluations."""
     return name.startswith(("eval/", "evaluation/", "held_out_"))
-
-
-def may_report(run: str, name: str) -> bool:
-    """Whether trials of our algorithm `run` may report a result of the registry.
-
-    An environment may have a held-out metric of any name, such as `eval/accuracy`.
-    """
-    algos = reporters(name)
-    return algos is None or run in algos or (run in SAMPLING and is_held_out(name))
 
 
 @dataclass(frozen=True)
