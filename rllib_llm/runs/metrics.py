@@ -201,11 +201,14 @@ def is_held_out(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Metric:
-    """One result as it is shown: `key` in the flat result, column title, number format."""
+    """A result as it is shown: `key` in the flat result, title, number format; of a curve also its
+    unit, and the result that measures the same on held-out data."""
 
     key: str
     title: str
     form: str = ".3f"
+    unit: str = ""
+    held_out: str = ""
 
     def text(self, value: float) -> str:
         """Return `value` as it is shown; what rounds to zero has no sign."""
@@ -237,45 +240,37 @@ COLUMNS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A result that summary and report show, and where it was measured on held-out data."""
-
-    key: str
-    title: str
-    unit: str = ""
-    held_out: str = ""
-    form: str = ".3f"
-
-
 CURVES = (
-    Curve("loss/sft", "loss", "nats per token", "eval/loss"),
-    Curve("loss/reward_model", "loss", "nats per pair", "eval/loss"),
-    Curve("loss/dpo", "loss", "nats per pair", "eval/loss"),
-    Curve("train/accuracy", "pairs ordered rightly", "share", "eval/accuracy"),
-    Curve("rewards/margins", "reward of chosen less rejected", "nats"),
-    Curve("logps/chosen", "log-prob of the chosen", "nats per completion", form=".1f"),
-    Curve("objective/scores", "reward", held_out="eval/scores"),
-    Curve("env/gold_score", "gold score", "-3 to 3", "eval/gold_score"),
-    Curve("env/grammatical", "grammatical", "share", "eval/grammatical"),
-    Curve("env/distinct", "distinct completions", "share", "eval/distinct"),
-    Curve("env/num_turns", "turns", "per conversation", "eval/num_turns", ".2f"),
-    Curve("env/num_tool_calls", "tool calls", "per conversation", "eval/num_tool_calls", ".2f"),
-    Curve("env/tool_failures", "failed tool calls", "per conversation", form=".2f"),
-    Curve("objective/kl", "KL to the reference", "nats per completion"),
-    Curve("loss/ptx_avg", "pretraining loss", "nats per token", "eval/ptx_loss"),
-    Curve("policy/entropy_avg", "entropy", "nats per token"),
-    Curve("train/output_length", "completion length", "tokens", "eval/output_length", ".1f"),
-)
+    Metric("loss/sft", "loss", unit="nats per token", held_out="eval/loss"),
+    Metric("loss/reward_model", "loss", unit="nats per pair", held_out="eval/loss"),
+    Metric("loss/dpo", "loss", unit="nats per pair", held_out="eval/loss"),
+    Metric("train/accuracy", "pairs ordered rightly", unit="share", held_out="eval/accuracy"),
+    Metric("rewards/margins", "reward of chosen less rejected", unit="nats"),
+    Metric("logps/chosen", "log-prob of the chosen", form=".1f", unit="nats per completion"),
+    Metric("objective/scores", "reward", held_out="eval/scores"),
+    Metric("env/gold_score", "gold score", unit="-3 to 3", held_out="eval/gold_score"),
+    Metric("env/grammatical", "grammatical", unit="share", held_out="eval/grammatical"),
+    Metric("env/distinct", "distinct completions", unit="share", held_out="eval/distinct"),
+    Metric("env/num_turns", "turns", form=".2f", unit="per conversation",
+           held_out="eval/num_turns"),
+    Metric("env/num_tool_calls", "tool calls", form=".2f", unit="per conversation",
+           held_out="eval/num_tool_calls"),
+    Metric("env/tool_failures", "failed tool calls", form=".2f", unit="per conversation"),
+    Metric("objective/kl", "KL to the reference", unit="nats per completion"),
+    Metric("loss/ptx_avg", "pretraining loss", unit="nats per token", held_out="eval/ptx_loss"),
+    Metric("policy/entropy_avg", "entropy", unit="nats per token"),
+    Metric("train/output_length", "completion length", form=".1f", unit="tokens",
+           held_out="eval/output_length"),
+)  # fmt: skip
 
 
-def curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def curves(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Those that some of the results have; of the losses that of the stage, since held-out losses
     of all kinds have one name."""
     keys = {key for result in results for key in result}
     known = [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
     return known + [
-        Curve(f"env/{name}/reward", f"reward of {name}", held_out=f"eval/{name}/scores")
+        Metric(f"env/{name}/reward", f"reward of {name}", held_out=f"eval/{name}/scores")
         for name in environments(results)
     ]  # fmt: skip
 
