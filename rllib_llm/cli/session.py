@@ -199,16 +199,6 @@ def _logged_error(since: float) -> str:
     return lines[-1] if lines else ""
 
 
-def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:
-    """Open and close a connection to "host:port" or "ray://host:port".
-
-    Raises:
-        OSError: nothing listens there.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    socket.create_connection((host, int(port)), timeout=seconds).close()
-
-
 def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> None:
     """Raise Problems where a cluster's address, "host:port" or "ray://host:port", does not answer
     in so many seconds: Ray would try for minutes, and log each attempt."""
@@ -216,7 +206,7 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
     if not address or not host or not port.isdigit():
         return
     try:
-        connect(address, seconds)
+        socket.create_connection((host, int(port)), seconds).close()
         if not address.startswith("ray://"):
             _check_health(address, seconds)
     except (OSError, subprocess.SubprocessError) as error:

@@ -4,17 +4,14 @@ import logging
 import os
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 import ray
 from ray._private.authentication import authentication_token_setup
-from ray._private.utils import get_ray_address_file
 from typer.testing import CliRunner
 
 from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.cli.serve import _in_place_of_a_dead_cluster
 from rllib_llm.cli.session import (
     _init_arguments,
     check_address,
@@ -156,20 +153,6 @@ def test_what_was_named_goes_to_rays_processes(monkeypatch):
     assert arguments["runtime_env"]["env_vars"] == {IMPORTS: "my_names"}
     monkeypatch.delenv(IMPORTS)
     assert "runtime_env" not in _init_arguments(RayOptions(), needed_cpus=1)
-
-
-def test_a_cluster_that_was_killed_is_not_waited_for(tmp_path, monkeypatch):
-    """Ray notes its address in a file, which a killed cluster leaves behind."""
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert _in_place_of_a_dead_cluster() is None  # there is no such file
-    noted = Path(get_ray_address_file(None))
-    noted.parent.mkdir(parents=True, exist_ok=True)
-    noted.write_text(f"127.0.0.1:{free_port()}")
-    assert noted.is_relative_to(tmp_path) and _in_place_of_a_dead_cluster() == "local"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        noted.write_text(f"127.0.0.1:{server.getsockname()[1]}")
-        assert _in_place_of_a_dead_cluster() is None  # Ray connects to it
 
 
 def test_a_ray_that_does_not_start_is_told_with_the_last_error_of_its_logs(monkeypatch, tmp_path):
