@@ -367,8 +367,8 @@ def test_prompts_that_are_held_out_for_no_evaluation_are_told():
 
 def test_epochs_end_what_counts_them():
     (told,) = found(grpo(stop={"epoch": 3}))
-    assert (told.name, told.value, told.severity) == ("run.stop", "epoch", "error")
-    assert told.rule == "be a result of GRPO"
+    assert (told.name, told.value, told.severity) == ("run.stop", {"epoch": 3}, "warning")
+    assert told.rule == "have a counter"
     assert found(supervised("SFT").replace(stop={"epoch": 3})) == []
 
 
