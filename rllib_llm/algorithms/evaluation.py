@@ -228,14 +228,18 @@ def num_held_out(config: Any, num_completions: int) -> int:
     read, at most every held-out prompt once."""
     from rllib_llm.data.sources import is_quick_to_read
     from rllib_llm.envs.prompts import PromptSource
+    from rllib_llm.envs.registry import ENVIRONMENTS
 
     num, env = -(-config.evaluation_duration // num_completions), config.env_config
     fraction, given = env.get("eval_fraction") or 0.0, env.get("eval_prompts")
     data = given if given is not None else env.get("prompts") if fraction else None
     is_default = config.evaluation_duration == DEFAULT_DURATION and not config.envs
-    if not is_default or data is None or not is_quick_to_read(data):
+    is_ours = config.env in ENVIRONMENTS and data is not None
+    if not is_default or not is_ours or not is_quick_to_read(data):
         return num
-    return min(num, len(PromptSource(data, split="eval", eval_fraction=fraction, eval_data=given)))
+    source = PromptSource(data, split="eval", eval_fraction=fraction, eval_data=given,
+                          prompt_column=env.get("prompt_column"))  # fmt: skip
+    return min(num, len(source))
 
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:
