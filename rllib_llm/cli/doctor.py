@@ -15,7 +15,15 @@ from typer import Argument, Option
 
 from rllib_llm.cli.options import AsJson, Imports, Overrides, RayOptions
 from rllib_llm.cli.session import check_address, prepare, ray_session, user_errors
-from rllib_llm.shared.errors import Problem, distinct, ended, errors_of, problems_of, refusals
+from rllib_llm.shared.errors import (
+    Problem,
+    distinct,
+    ended,
+    errors_of,
+    problems_of,
+    refusals,
+    require,
+)
 
 if TYPE_CHECKING:
     from rllib_llm.runs.experiments import Experiment
@@ -48,6 +56,8 @@ def doctor(
     """
     prepare(0, imports)
     with user_errors():
+        require(start_ray or not deep, "--no-ray", ..., "be left out with --deep",
+                "RLlib starts Ray for two iterations in one process, too", "Drop one")  # fmt: skip
         found = list(_diagnose(file, deep, start_ray, ray_address, storage_path, overrides))
         found = distinct(found)
     console = Console(quiet=as_json)

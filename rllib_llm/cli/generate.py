@@ -228,7 +228,7 @@ def generate(
         require(column is None or file, "--column", column, "come with --file", "", "")
         completer = CheckpointCompleter(checkpoint, options)
         talks = file is None and sys.stdin.isatty()
-        prompts = [] if talks else _from_stdin() if file is None else _prompts(file, column)
+        prompts = [] if talks else _prompts(file, column)
     if talks:
         converse(completer, Console())
         return
@@ -260,14 +260,13 @@ def unescaped(text: str) -> str:
         raise Problems("--stop", "hold whole escapes", error.reason, remedy, text) from error
 
 
-def _from_stdin() -> list[Any]:
-    try:
-        return [line.rstrip("\n") for line in sys.stdin]
-    except UnicodeDecodeError as error:
-        raise Problems("standard input", "be text in UTF-8", error, "Encode it so") from error
-
-
-def _prompts(file: Path, column: str | None) -> list[Any]:
+def _prompts(file: Path | None, column: str | None) -> list[Any]:
+    """The prompts of a file, or the lines of standard input."""
+    if file is None:
+        try:
+            return [line.rstrip("\n") for line in sys.stdin]
+        except UnicodeDecodeError as error:
+            raise Problems("standard input", "be text in UTF-8", error, "Encode it so") from error
     from rllib_llm.envs.prompts import PromptSource
 
     try:

@@ -17,7 +17,6 @@ from typer import Argument, Option
 from rllib_llm.cli.options import with_values
 from rllib_llm.cli.session import (
     check_address,
-    connect,
     extra_serve,
     prepare,
     show_progress,
@@ -37,7 +36,8 @@ def serve(
     weights_name: Annotated[str | None, Option(
         help="Follow the weights that a run publishes by this name.")] = None,
     ray_address: Annotated[str | None, Option(
-        help="Ray cluster to serve on; that of the run that is followed.")] = None,
+        help="Ray cluster to serve on, 'auto' for a local one; that of the run that is followed. "
+        "Default: RAY_ADDRESS, else Ray is started here.")] = None,
     local: Annotated[bool, Option("--local", help="In this process, without Ray Serve.")] = False,
     set_: Annotated[list[str] | None, Option(
         "--set", help="Any setting: NAME=VALUE. May be repeated.", callback=with_values)] = None,
@@ -116,16 +116,16 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
-    check_address(ray_address or os.environ.get("RAY_ADDRESS"))
+    address = ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    check_address(address)
     from rllib_llm.serving import deployment
     from rllib_llm.shared.ray_compat import stop_listening
 
-    deployment.prepare(settings, starts_ray=ray_address is None)
+    deployment.prepare(settings, starts_ray=address == "local")
     import ray.serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # after the import, which sets it
-    if address := ray_address or _in_place_of_a_dead_cluster():
-        ray.init(address=address, log_to_driver=False)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     show_progress(f"Loading {settings.model} on Ray Serve ...")
     server = deployment.start(settings)
     ended = threading.Event()
@@ -135,23 +135,8 @@ def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
     ended.wait()
     stop_listening()  # calls that Ray Serve makes for its own end are no errors of the user
     server.close()
-    if ray_address is None:
+    if address == "local":
         ray.shutdown()
-
-
-def _in_place_of_a_dead_cluster() -> str | None:
-    """ "local" where Ray would try for minutes to reach a cluster that was killed; else None."""
-    from rllib_llm.shared.ray_compat import current_cluster
-
-    known = None if os.environ.get("RAY_ADDRESS") else current_cluster()
-    if not known:
-        return None
-    try:
-        connect(known)
-    except OSError:
-        show_progress(f"The Ray cluster at {known} does not answer; a new one is started here.")
-        return "local"
-    return None
 
 
 def _print_address(settings: Any, port: int) -> None:

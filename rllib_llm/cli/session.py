@@ -1,4 +1,4 @@
-"""The session of a command: starts Ray quietly with bounded memory, prints errors on stderr."""
+"""The session of a command: starts Ray quietly, prints errors on stderr."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import gc
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -23,14 +25,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rllib_llm.cli.options import RayOptions
-from rllib_llm.shared.dotted import name_imports, package_of, runtime_env
+from rllib_llm.shared.dotted import name_imports, runtime_env
 from rllib_llm.shared.errors import Problems, require
 from rllib_llm.shared.messages import LOGGERS as LIBRARIES
 from rllib_llm.shared.messages import VERBOSE
-from rllib_llm.shared.process import free_memory
-
-if TYPE_CHECKING:
-    from rllib_llm.runs.experiments import Experiment
 
 stderr = Console(stderr=True)
 
@@ -101,12 +99,10 @@ def shown_warnings() -> Iterator[list[str]]:
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 512 * 1024**2  # for all but weights: batches, results
 # ray.init() sets the level of "ray"; those below it with a level of their own keep theirs. That of
 # authentication tells at each start what Ray does by default.
 LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "ray._private.authentication", *LIBRARIES)
 SECONDS_TO_CONNECT = 20.0
-MAX_OBJECT_STORE_SHARE = 0.3  # of the machine's memory, Ray's own default
 
 
 def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
@@ -156,7 +152,7 @@ def prepare(verbosity: int = 0, imports: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def ray_session(
-    options: RayOptions, needed_cpus: float = 1, weights_bytes: float = 0
+    options: RayOptions, needed_cpus: float = 1
 ) -> Iterator[list[dict[str, float]]]:
     """Connect to Ray, or start it here, and yield the resources of each of the cluster's nodes.
 
@@ -166,8 +162,6 @@ def ray_session(
         options: what the command line says.
         needed_cpus: CPUs that one trial reserves. A local Ray is given at least so many, since they
             are slots for processes, not cores; on fewer cores the processes take turns.
-        weights_bytes: what a local Ray's object store holds of weights at a time; infinite where it
-            is not known.
     """
     import ray
 
@@ -177,8 +171,9 @@ def ray_session(
         yield resources_by_node()
         return
     check_address(options.ray_address)
+    begun = time.time()
     try:
-        ray.init(**_init_arguments(options, needed_cpus, weights_bytes))
+        ray.init(**_init_arguments(options, needed_cpus))
     except Exception as error:
         # Where its processes do not come up, Ray raises an Exception of no other class.
         if not isinstance(error, ConnectionError | RuntimeError) and type(error) is not Exception:
@@ -186,7 +181,8 @@ def ray_session(
         if options.ray_address:
             raise _no_cluster(options.ray_address, error) from error
         remedy = "Try again when less is running here, or use a cluster that runs (--ray-address)"
-        raise Problems("Ray", "start on this machine", error, remedy) from error
+        why = "; in its logs: ".join(filter(None, (str(error), _logged_error(begun))))
+        raise Problems("Ray", "start on this machine", why, remedy) from error
     try:
         yield resources_by_node()
     finally:
@@ -194,14 +190,13 @@ def ray_session(
             ray.shutdown()
 
 
-def connect(address: str, seconds: float = SECONDS_TO_CONNECT) -> None:
-    """Open and close a connection to "host:port" or "ray://host:port".
-
-    Raises:
-        OSError: nothing listens there.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    socket.create_connection((host, int(port)), timeout=seconds).close()
+def _logged_error(since: float) -> str:
+    """The last error in the logs of a Ray that was started since then, "" if there is none."""
+    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
+    files = [file for file in logs.glob("*.err") if file.stat().st_mtime >= since]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    lines = [line for text in texts for line in text.splitlines() if re.search(" [EC] ", line)]
+    return lines[-1] if lines else ""
 
 
 def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> None:
@@ -211,7 +206,7 @@ def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> N
     if not address or not host or not port.isdigit():
         return
     try:
-        connect(address, seconds)
+        socket.create_connection((host, int(port)), seconds).close()
         if not address.startswith("ray://"):
             _check_health(address, seconds)
     except (OSError, subprocess.SubprocessError) as error:
@@ -261,9 +256,7 @@ def _check_health(address: str, seconds: float) -> None:
         raise subprocess.CalledProcessError(child.returncode, command)
 
 
-def _init_arguments(
-    options: RayOptions, needed_cpus: float, weights_bytes: float = 0
-) -> dict[str, Any]:
+def _init_arguments(options: RayOptions, needed_cpus: float) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "log_to_driver": options.verbose > 0,
         "logging_level": log_level(options.verbose),
@@ -281,66 +274,13 @@ def _init_arguments(
         "include_dashboard": False,
         "num_cpus": options.ray_num_cpus or max(os.cpu_count() or 1, math.ceil(needed_cpus)),
         "num_gpus": options.ray_num_gpus,
-        "object_store_memory": options.ray_object_store_memory
-        or _object_store_bytes(weights_bytes, free_memory()),
+        "object_store_memory": options.ray_object_store_memory,
     }
 
 
 def log_level(verbosity: int) -> int:
     """Return the level of Ray's loggers: errors, information, debugging."""
     return (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbosity, 2)]
-
-
-def _object_store_bytes(weights_bytes: float, available: int) -> int:
-    """Return the size of a local object store: as much as needed, at most a share of the
-    `available` memory. What exceeds it is spilled to disk, which is slow and is warned of where it
-    can be foreseen. Memory is allocated only when used."""
-    wanted, bound = OBJECT_STORE_BYTES + weights_bytes, int(available * MAX_OBJECT_STORE_SHARE)
-    if 0 < weights_bytes < math.inf and wanted > bound:
-        logger.warning(
-            "The object store is given %.1f GiB, %.0f %% of the free memory; weights and batches "
-            "may take %.1f GiB, and what does not fit goes to disk. Fewer trials at once, a lower "
-            "weights_keep, dtype bfloat16 or --ray-object-store-memory help.",
-            bound / 1024**3, 100 * MAX_OBJECT_STORE_SHARE, wanted / 1024**3,
-        )  # fmt: skip
-    return max(80 * 1024**2, int(min(wanted, bound)))
-
-
-def weights_in_store(experiments: list[Experiment], needed_cpus: float = 1) -> float:
-    """Return the bytes of published weights that a local object store must hold at once:
-    `weights_keep` + 1 versions for each concurrent trial, of the largest experiment.
-
-    Infinite where a model's size is not known: of a hub id it is not before the model is loaded.
-    Adapters, which are small, count as nothing, and so do models that a function makes.
-    """
-    from rllib_llm.runs.experiments import with_stand_ins
-    from rllib_llm.runs.search_space import examples, search_space
-
-    num_slots = max(1, int(max(os.cpu_count() or 1, needed_cpus) // needed_cpus))
-    most = 0.0
-    for experiment in with_stand_ins(experiments):
-        trials = examples(search_space(experiment))
-        at_once = min(
-            num_slots,
-            experiment.max_concurrent_trials or num_slots,
-            experiment.num_samples * len(trials),
-        )
-        most = max(most, at_once * max(_published_bytes(trial) for trial in trials))
-    return most
-
-
-def _published_bytes(settings: Mapping[str, Any]) -> float:
-    """Return the bytes of all versions of one trial's weights."""
-    model = settings.get("model")
-    if not isinstance(model, str) or settings.get("lora"):
-        return 0
-    if package_of(model) and not os.path.isdir(os.path.expanduser(model)):
-        return 0  # a function's
-    from rllib_llm.modules.model_source import num_parameters
-
-    item_bytes = 4 if settings.get("dtype", "float32") == "float32" else 2
-    size = num_parameters(model)
-    return math.inf if size is None else size * item_bytes * (settings.get("weights_keep", 2) + 1)
 
 
 def show_progress(text: str) -> None:

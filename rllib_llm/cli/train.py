@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import os
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -25,17 +24,12 @@ from rllib_llm.cli.session import (
     show_progress,
     shown_warnings,
     user_errors,
-    weights_in_store,
 )
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.run_folder import COMMAND_LINE
 from rllib_llm.runs.yaml_loader import load, load_file, parse_mapping
 from rllib_llm.shared.errors import Problems, refusals, require
 from rllib_llm.shared.storage import Place
-
-if TYPE_CHECKING:
-    from rllib_llm.algorithms.places import Reservation
-
 
 CHECKING = "Checking {} before anything starts ..."
 
@@ -189,7 +183,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
         experiments = with_options(experiments, options)
         with shown_warnings() as warned:
             reserved = check_experiments(experiments, run_rules)
-        _check_gpus(reserved, options)
         root = storage_root(options.storage_path, experiments)
         if not options.resume:  # one that resumes may be to free a full disk
             check_writable(root)
@@ -202,15 +195,13 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
 
     try:
         needed_cpus = max([1.0, *(reservation.totals.get("CPU", 0) for reservation in reserved)])
-        weights_bytes = weights_in_store(experiments, needed_cpus)
         with contextlib.ExitStack() as stack:
             with user_errors(options.verbose):
                 stack.enter_context(alone_in(folder))
                 if options.resume:
                     continue_run(folder, source, experiments)
                 show_progress(f"Starting Ray; results go to {folder} ...")
-                session = ray_session(options, needed_cpus, weights_bytes)
-                nodes = stack.enter_context(session)
+                nodes = stack.enter_context(ray_session(options, needed_cpus))
                 for reservation in reserved:
                     check_resources(reservation, nodes)
             results = run_stages(
@@ -246,26 +237,6 @@ def execute(experiments: list[Experiment], name: str, options: RunOptions, sourc
     passed = report(results, experiments, folder, console)
     if options.as_test and not passed:
         raise typer.Exit(1)
-
-
-def _check_gpus(reserved: list[Reservation], options: RunOptions) -> None:
-    """Raise Problems where a trial asks for more GPUs than a Ray that is started here will have,
-    before it is started, which takes long."""
-    import ray
-
-    from rllib_llm.runs.plan import check_resources
-
-    asking = [each for each in reserved if each.totals.get("GPU")]
-    if not asking or options.ray_address or ray.is_initialized():
-        return
-    num_gpus = options.ray_num_gpus
-    if num_gpus is None:  # Ray also finds those that this torch cannot use
-        import torch
-
-        num_gpus = torch.accelerator.device_count() or len(glob.glob("/dev/nvidia[0-9]*"))
-    for reservation in asking:
-        if reservation.totals["GPU"] > num_gpus:
-            check_resources(reservation, [{**reservation.totals, "GPU": num_gpus}])
 
 
 def _saved(experiments: list[Experiment], folder: Place) -> list[str]:

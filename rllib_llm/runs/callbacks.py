@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -63,19 +62,6 @@ class EndBrokenTrials(Callback):
     def __init__(self) -> None:
         # By trial id, since such an error: Tune's own limit, and iterations done before.
         self._failed: dict[str, tuple[int, int]] = {}
-        self._to_reset: dict[str, int] = {}  # limits to give back to the trials of a resumed run
-
-    def get_state(self) -> dict[str, Any] | None:
-        """Limits as they were: Tune notes the lowered ones with its trials for a resumed run."""
-        limits = {name: limit for name, (limit, _) in self._failed.items()}
-        return {"max_failures": {**self._to_reset, **limits}}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._to_reset = dict(state["max_failures"])
-
-    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        for trial in trials if self._to_reset else ():
-            trial.max_failures = self._to_reset.pop(trial.trial_id, trial.max_failures)
 
     def on_trial_recover(self, trial: Any, **info: Any) -> None:
         # Tune has just written this file; `trial.get_pickled_error` reads a copy made later.
@@ -188,11 +174,6 @@ class RestartHungTrials(Callback):
         return now - self._heard[name]
 
 
-# Of the message of Ray's error, which has these numbers in no other form.
-USED = re.compile(r"was (?P<used>[\d.]+)GB used / (?P<total>[\d.]+)GB limit")
-USER = re.compile(r"^(?P<pid>\d+)\t(?P<gigabytes>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
-MAX_USERS = 3  # that are named
-MAX_CHARS = 60  # of a command line
 REMEDY = (
     "Lower num_env_runners, max_concurrent_trials, micro_batch_size or sampling_batch_size, use "
     "dtype='bfloat16' or lora, or close what else uses memory."
@@ -200,7 +181,7 @@ REMEDY = (
 
 
 class NoRoomError(RuntimeError):
-    """Ray killed trials for memory more often than `max_failures` allows, and the message says
+    """Ray killed trials for memory more often than `max_failures` allows, and its message says
     which processes used it; or a trial failed whose reason did not fit on the disk."""
 
 
@@ -230,27 +211,14 @@ def fit(
         except RuntimeError as error:
             if not isinstance(error.__cause__, OutOfMemoryError):
                 raise
-            text = memory_text(str(error.__cause__))
+            text = f"Ray killed a trial's process, since the memory was full: {error.__cause__}\n"
         if (now := saved()) != before:
             num_killed, before = 0, now
         if 0 <= max_failures <= num_killed:
-            raise NoRoomError(f"{text} {REMEDY}")
+            raise NoRoomError(f"{text}{REMEDY}")
         num_killed += 1
-        tell(f"{text} It continues from its last checkpoint. {REMEDY}")
+        tell(f"{text}It continues from its last checkpoint. {REMEDY}")
         tuner = restored()
-
-
-def memory_text(message: str) -> str:
-    """Return Ray's explanation of a killed process in a sentence or two: the machine's memory use
-    and its largest users."""
-    used = USED.search(message)
-    full = f" ({used['used']} of {used['total']} GB)" if used else ""
-    users = [
-        f"{user['command'].strip()[:MAX_CHARS]} ({user['gigabytes']} GB, process {user['pid']})"
-        for user in USER.finditer(message)
-    ]
-    most = f" Most was used by {', '.join(users[:MAX_USERS])}." if users else ""
-    return f"Ray killed a trial's process, since the memory was full{full}.{most}"
 
 
 class ResultLog(JsonLoggerCallback):

@@ -163,8 +163,9 @@ NAMES = [name for rows in GROUPS.values() for names, *_ in rows for name in name
 
 
 # Results that count how far a trial is: what `stop:` usually names, and progress is told by.
-USUAL_COUNTERS = ("training_iteration", "episode", "time_total_s")  # what trials stop by
-COUNTERS = (*USUAL_COUNTERS, "epoch", "num_env_steps_sampled_lifetime")
+COUNTERS = (
+    "training_iteration", "episode", "time_total_s", "epoch", "num_env_steps_sampled_lifetime",
+)  # fmt: skip
 
 
 def is_counter(name: str) -> bool:
@@ -193,60 +194,21 @@ def describes(name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-SAMPLING = frozenset({"GRPO", "RLOO", "ReinforcePP", "PPOPtx", "Distillation"})
-SUPERVISED = frozenset({"SFT", "RewardModel", "DPO"})
-# Patterns of results that only some of our algorithms report. The first match counts.
-REPORTED_BY: tuple[tuple[str, frozenset[str]], ...] = (
-    ("loss/ptx_avg", frozenset({"PPOPtx"})),
-    (r"loss/(policy|value|ref_kl|distill)_avg|train/teacher_.+", SAMPLING),
-    ("train/router_aux_loss", SAMPLING | {"SFT"}),
-    (r"reward|kl|length|entropy|(objective|policy|val|sampler|env)/.+", SAMPLING),
-    (r"(weights|rollouts|replay|rollout_store|off_policy)/.+", SAMPLING),
-    (r"train/(.+_)?rewards|train/(num_invalid|zero_variance_groups|staleness)", SAMPLING),
-    ("train/masked_truncated", SAMPLING),
-    ("train/output_length", SAMPLING | {"Generate"}),
-    ("epoch", SUPERVISED),
-    ("sft_loss|loss/sft", frozenset({"SFT"})),
-    ("rm_loss|loss/reward_model", frozenset({"RewardModel"})),
-    ("dpo_loss|loss/dpo|(rewards|logps)/.+|train/kto_kl", frozenset({"DPO"})),
-    ("(held_out_)?accuracy|(train|eval)/accuracy", frozenset({"RewardModel", "DPO"})),
-    (r"held_out_reward|eval/scores(_std)?", SAMPLING),
-    ("held_out_loss|eval/loss", SUPERVISED),
-    (r"(eval|evaluation)/.+", SAMPLING | SUPERVISED),
-)
-# A result by which trials of an algorithm may be compared.
-TYPICAL = {
-    **dict.fromkeys(SAMPLING, "objective/scores"), "SFT": "loss/sft",
-    "RewardModel": "train/accuracy", "DPO": "train/accuracy", "Generate": "episode",
-}  # fmt: skip
-
-
-def reporters(name: str) -> frozenset[str] | None:
-    """Those of our algorithms that report a result of this name; None where any may."""
-    return next((algos for form, algos in REPORTED_BY if re.fullmatch(form, name)), None)
-
-
 def is_held_out(name: str) -> bool:
     """Whether a result of this name comes from evaluations."""
     return name.startswith(("eval/", "evaluation/", "held_out_"))
 
 
-def may_report(run: str, name: str) -> bool:
-    """Whether trials of our algorithm `run` may report a result of the registry.
-
-    An environment may have a held-out metric of any name, such as `eval/accuracy`.
-    """
-    algos = reporters(name)
-    return algos is None or run in algos or (run in SAMPLING and is_held_out(name))
-
-
 @dataclass(frozen=True)
 class Metric:
-    """One result as it is shown: `key` in the flat result, column title, number format."""
+    """A result as it is shown: `key` in the flat result, title, number format; of a curve also its
+    unit, and the result that measures the same on held-out data."""
 
     key: str
     title: str
     form: str = ".3f"
+    unit: str = ""
+    held_out: str = ""
 
     def text(self, value: float) -> str:
         """Return `value` as it is shown; what rounds to zero has no sign."""
@@ -278,45 +240,37 @@ COLUMNS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A result that summary and report show, and where it was measured on held-out data."""
-
-    key: str
-    title: str
-    unit: str = ""
-    held_out: str = ""
-    form: str = ".3f"
-
-
 CURVES = (
-    Curve("loss/sft", "loss", "nats per token", "eval/loss"),
-    Curve("loss/reward_model", "loss", "nats per pair", "eval/loss"),
-    Curve("loss/dpo", "loss", "nats per pair", "eval/loss"),
-    Curve("train/accuracy", "pairs ordered rightly", "share", "eval/accuracy"),
-    Curve("rewards/margins", "reward of chosen less rejected", "nats"),
-    Curve("logps/chosen", "log-prob of the chosen", "nats per completion", form=".1f"),
-    Curve("objective/scores", "reward", held_out="eval/scores"),
-    Curve("env/gold_score", "gold score", "-3 to 3", "eval/gold_score"),
-    Curve("env/grammatical", "grammatical", "share", "eval/grammatical"),
-    Curve("env/distinct", "distinct completions", "share", "eval/distinct"),
-    Curve("env/num_turns", "turns", "per conversation", "eval/num_turns", ".2f"),
-    Curve("env/num_tool_calls", "tool calls", "per conversation", "eval/num_tool_calls", ".2f"),
-    Curve("env/tool_failures", "failed tool calls", "per conversation", form=".2f"),
-    Curve("objective/kl", "KL to the reference", "nats per completion"),
-    Curve("loss/ptx_avg", "pretraining loss", "nats per token", "eval/ptx_loss"),
-    Curve("policy/entropy_avg", "entropy", "nats per token"),
-    Curve("train/output_length", "completion length", "tokens", "eval/output_length", ".1f"),
-)
+    Metric("loss/sft", "loss", unit="nats per token", held_out="eval/loss"),
+    Metric("loss/reward_model", "loss", unit="nats per pair", held_out="eval/loss"),
+    Metric("loss/dpo", "loss", unit="nats per pair", held_out="eval/loss"),
+    Metric("train/accuracy", "pairs ordered rightly", unit="share", held_out="eval/accuracy"),
+    Metric("rewards/margins", "reward of chosen less rejected", unit="nats"),
+    Metric("logps/chosen", "log-prob of the chosen", form=".1f", unit="nats per completion"),
+    Metric("objective/scores", "reward", held_out="eval/scores"),
+    Metric("env/gold_score", "gold score", unit="-3 to 3", held_out="eval/gold_score"),
+    Metric("env/grammatical", "grammatical", unit="share", held_out="eval/grammatical"),
+    Metric("env/distinct", "distinct completions", unit="share", held_out="eval/distinct"),
+    Metric("env/num_turns", "turns", form=".2f", unit="per conversation",
+           held_out="eval/num_turns"),
+    Metric("env/num_tool_calls", "tool calls", form=".2f", unit="per conversation",
+           held_out="eval/num_tool_calls"),
+    Metric("env/tool_failures", "failed tool calls", form=".2f", unit="per conversation"),
+    Metric("objective/kl", "KL to the reference", unit="nats per completion"),
+    Metric("loss/ptx_avg", "pretraining loss", unit="nats per token", held_out="eval/ptx_loss"),
+    Metric("policy/entropy_avg", "entropy", unit="nats per token"),
+    Metric("train/output_length", "completion length", form=".1f", unit="tokens",
+           held_out="eval/output_length"),
+)  # fmt: skip
 
 
-def curves(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def curves(results: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """Those that some of the results have; of the losses that of the stage, since held-out losses
     of all kinds have one name."""
     keys = {key for result in results for key in result}
     known = [one for one in CURVES if keys & ({one.key, one.held_out} - {"eval/loss"})]
     return known + [
-        Curve(f"env/{name}/reward", f"reward of {name}", held_out=f"eval/{name}/scores")
+        Metric(f"env/{name}/reward", f"reward of {name}", held_out=f"eval/{name}/scores")
         for name in environments(results)
     ]  # fmt: skip
 

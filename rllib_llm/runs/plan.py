@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,12 +33,8 @@ from rllib_llm.runs.metrics import (
     NAMES,
     OPEN_GROUPS,
     TUNES_OWN,
-    TYPICAL,
-    USUAL_COUNTERS,
     describes,
     is_held_out,
-    may_report,
-    reporters,
 )
 from rllib_llm.runs.search_space import (
     examples,
@@ -53,6 +48,7 @@ from rllib_llm.runs.trackers import wrong_trackers
 from rllib_llm.shared.errors import (
     Problem,
     SettingWarning,
+    did_you_mean,
     distinct,
     errors_of,
     problems_in,
@@ -199,66 +195,42 @@ OWN_CODE = (
 
 
 def _result_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Results that no trial reports: Tune refuses a metric only after an iteration, waits for ever
-    for a limit that RLlib reports as 0, and a pass criterion is found missed at the end. Code of
-    the user's own may report more than we know: there it is a warning."""
-    run, space = experiment.run, search_space(experiment, [])
-    default = algorithm_class(run, experiment.name).get_default_config()
+    """Results that no trial reports: by a metric Tune ends a trial after an iteration, for a limit
+    it waits for ever, and a pass criterion is found missed at the end. Code of the user's own may
+    report more than we know: there it is a warning."""
+    space = search_space(experiment, [])
+    default = algorithm_class(experiment.run, experiment.name).get_default_config()
     # A search space may give trials an evaluation.
     usual = getattr(default, "evaluation_interval", None)
     may_evaluate = bool(space.get("evaluation_interval", usual))
     own_code = any(str(key).startswith(OWN_CODE) for key in space)
-    is_certain = run in ALGORITHMS and not own_code
+    is_certain = experiment.run in ALGORITHMS and not own_code
     score = "checkpoint_score_attribute"
-    compared = [("metric", experiment.metric)] + [
-        (f"{where}.metric", getattr(experiment, where).get("metric"))
-        for where in ("scheduler_config", "search_config")
+    named = [  # settings that name results, each with the name of one
+        *(("stop", key) for key in experiment.stop),
+        ("metric", experiment.metric),
+        ("scheduler_config.metric", experiment.scheduler_config.get("metric")),
+        ("search_config.metric", experiment.search_config.get("metric")),
+        (f"checkpoint_config.{score}", experiment.checkpoint_config.get(score)),
+        *(("pass_criteria", key) for key in experiment.pass_criteria),
     ]
-    named = [  # settings that name results, each with the name of one and its use
-        *(("stop", key, "no trial would end by it") for key in experiment.stop),
-        *((where, key, "trials are compared by it") for where, key in compared),
-        (f"checkpoint_config.{score}", experiment.checkpoint_config.get(score),
-         "checkpoints are kept by it"),
-        *(("pass_criteria", key, "it could never be met") for key in experiment.pass_criteria),
-    ]  # fmt: skip
-    for where, key, use in named:
+    for where, key in named:
         if not isinstance(key, str):
             continue
-        others = reporters(key)
-        known = describes(key) or key in TUNES_OWN or key.partition("/")[0] in OPEN_GROUPS
-        if where == "stop" and key not in COUNTERS:  # what may have been meant
-            may_be = known or not is_certain
-            counters = USUAL_COUNTERS if may_be else COUNTERS
-            near = difflib.get_close_matches(key, counters, 1, cutoff=0.85)
-            hint = "The mean reward is 'objective/scores'."
-            if "reward" not in key:
-                usual = f"Count by {' or '.join(COUNTERS[:2])}."
-                hint = f"Did you mean {near[0]!r}?" if near else usual
-            if near or not may_be:
-                yield Problem(f"stop.{key}", "be a result that ends trials", "no trial reports it",
-                              hint)  # fmt: skip
+        if not (describes(key) or key in TUNES_OWN or key.partition("/")[0] in OPEN_GROUPS):
+            names = [name for name in NAMES if "<" not in name]
+            usual = "Such are 'training_iteration', 'objective/scores' (mean reward), 'eval/loss'"
+            remedy = did_you_mean(key, names, cutoff=0.85, otherwise=usual)
+            rule, why = f"be a result of {experiment.run}", "no trial reports it"
+            if not is_certain:
+                yield warning(where, rule, f"{why}, unless code of yours does", remedy, key)
                 continue
-        rule, typical = f"be a result of {run}", TYPICAL.get(run, "training_iteration")
-        remedy = f"Name one that {run} reports, such as {typical!r}"
-        if not known:
-            names = [each for each in NAMES if "<" not in each]
-            names = [each for each in names if not is_certain or may_report(run, each)]
-            why, like = "no trial reports it", suggestion(key, names)
-            remedy = like if like.startswith("Did you mean") else remedy
-        elif is_certain and not may_report(run, key):
-            why = f"of our algorithms only {' and '.join(sorted(others or ()))} report it"
         elif is_certain and is_held_out(key) and not may_evaluate:
             rule, why = "come with an evaluation_interval", "without one nothing is evaluated"
-            remedy = f"Set evaluation_interval: 10, or name another result, such as {typical!r}"
-        elif run in ALGORITHMS and run not in (others or ALGORITHMS):
-            why = ""  # an environment may have a metric of that name
+            remedy = "Set evaluation_interval: 10"
         else:
             continue
-        if is_certain and why:
-            yield Problem(where, rule, f"{use}, and {why}", remedy, key)
-        else:
-            why = "unless code of yours reports it, nothing ever happens by it, or, by a metric, "
-            yield warning(where, rule, f"{why}the trials end after an iteration", remedy, key)
+        yield Problem(where, rule, why, remedy, key)
 
 
 def checkpoint_settings(experiment: Experiment) -> CheckpointConfig:

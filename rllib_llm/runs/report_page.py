@@ -19,7 +19,7 @@ from rllib_llm.data.rollout_store import IMAGES, RolloutSchemaError
 from rllib_llm.data.rollouts import NoRolloutsError, open_rollouts, rollouts_of
 from rllib_llm.modules.images import thumbnail
 from rllib_llm.rollouts.recorder import SAMPLES_FILE
-from rllib_llm.runs.metrics import Curve, curves, first_and_last, reward_parts, summary_metrics
+from rllib_llm.runs.metrics import Metric, curves, first_and_last, reward_parts, summary_metrics
 from rllib_llm.runs.results import (
     as_shown,
     before_and_after,
@@ -36,7 +36,7 @@ from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, RunFolder, name_one
 from rllib_llm.shared.storage import Place, place, read_json, replace_text
 
-STOCK_CURVES = (Curve("env_runners/episode_return_mean", "return", "mean over episodes"),)
+STOCK_CURVES = (Metric("env_runners/episode_return_mean", "return", unit="mean over episodes"),)
 X_AXIS = ("episode", "episodes")
 STOCK_X_AXIS = ("num_env_steps_sampled_lifetime", "environment steps")
 
@@ -47,12 +47,12 @@ MAX_PAIRS = 50
 MAX_POINTS = 1000  # of a curve
 # Left out where they would hold only zeros, as the staleness of a synchronous run.
 EXTRA_CURVES = (
-    Curve("train/staleness", "staleness", "updates"),
-    Curve("train/num_invalid", "completions without a score", "rows"),
-    Curve("policy/clipfrac_avg", "clipped ratios", "share of tokens"),
-    Curve("grad_norm", "gradient norm", "before clipping"),
-    Curve("lr", "learning rate", "last optimiser step"),
-    Curve("throughput/tokens_per_s", "sampled tokens", "per second"),
+    Metric("train/staleness", "staleness", unit="updates"),
+    Metric("train/num_invalid", "completions without a score", unit="rows"),
+    Metric("policy/clipfrac_avg", "clipped ratios", unit="share of tokens"),
+    Metric("grad_norm", "gradient norm", unit="before clipping"),
+    Metric("lr", "learning rate", unit="last optimiser step"),
+    Metric("throughput/tokens_per_s", "sampled tokens", unit="per second"),
 )
 
 
@@ -141,7 +141,8 @@ def panels(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     is_ours = any("episode" in result for result in results)
     x_key, x_title = X_AXIS if is_ours else STOCK_X_AXIS
     parts = (
-        Curve(key, f"reward: {name}", "before its weight", key.replace("train/", "eval/"))
+        Metric(key, f"reward: {name}", unit="before its weight",
+               held_out=key.replace("train/", "eval/"))
         for key, name in reward_parts(results).items()
     )
     found = []

@@ -59,14 +59,6 @@ def put_direct(value: Any, transport: str) -> ray.ObjectRef:
     return ray.put(value, _tensor_transport=transport)
 
 
-def current_cluster() -> str | None:
-    """The address of the cluster to which `ray.init()` without one connects; None: it starts one.
-    The cluster may have been killed."""
-    from ray._private.utils import read_ray_address
-
-    return read_ray_address() or None
-
-
 def stop_listening() -> None:
     """Ends what prints errors of the cluster in this process, a moment before `ray.shutdown()`
     does: what is cut off by the end of others is printed as errors, too."""

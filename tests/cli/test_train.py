@@ -13,19 +13,15 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 import yaml
 from typer.testing import CliRunner
 
 import rllib_llm
-from rllib_llm.algorithms.places import Reservation
-from rllib_llm.cli import train
 from rllib_llm.cli.main import app
 from rllib_llm.cli.options import RunOptions, laid_over
 from rllib_llm.cli.train import resume_command
 from rllib_llm.runs.results import StageResult, read_results
 from rllib_llm.runs.run_folder import alone_in
-from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.run_layout import RUN_RECORD
 from tests.algorithms import tiny_runs as tiny
 from tests.cli.said import said
@@ -501,21 +497,6 @@ def test_a_trial_that_needs_too_much_is_refused(run):
     result = run({"a": {**TWO_STAGES["first"], "config": {"num_cpus": 1000}}})
     assert result.exit_code == 2
     assert "one trial reserves 1000 CPUs and must fit" in said(result.output)
-
-
-def test_gpus_that_are_not_there_are_told_before_ray_starts(monkeypatch):
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    monkeypatch.setattr(train.glob, "glob", lambda pattern: [])
-    reserved = [Reservation(({"CPU": 1}, {"CPU": 1, "GPU": 1}), ("driver", "learner"))]
-    with pytest.raises(Problems, match="one trial reserves 1 GPU and must fit into Ray's 0"):
-        train._check_gpus(reserved, RunOptions())
-    with pytest.raises(Problems, match="one trial reserves 1 GPU and must fit into Ray's 0"):
-        train._check_gpus(reserved, RunOptions(ray_num_gpus=0))
-    train._check_gpus(reserved, RunOptions(ray_num_gpus=1))
-    train._check_gpus(reserved, RunOptions(ray_address="auto"))  # the cluster may have some
-    monkeypatch.setattr(train.glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    train._check_gpus(reserved, RunOptions())
 
 
 @pytest.mark.slow  # a trial in a process of its own

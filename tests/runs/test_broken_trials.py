@@ -67,17 +67,3 @@ def test_a_trial_that_got_further_has_all_its_chances_again(trial):
 @pytest.mark.parametrize("error", [LearnerError("died"), NoSamplersError("none came back")])
 def test_processes_that_died_are_left_to_tune(trial, error):
     assert all(trial.fails(error) for _ in range(10))
-
-
-def test_a_resumed_run_has_the_limit_of_before(trial):
-    """Tune notes the trial's lowered limit, and what callbacks tell it."""
-    limit = trial.max_failures
-    assert trial.fails(BUG)
-    assert trial.max_failures != limit
-    resumed = EndBrokenTrials()
-    resumed.set_state(pickle.loads(pickle.dumps(trial.callback.get_state())))
-    resumed.on_step_begin(0, [trial])
-    assert trial.max_failures == limit
-    trial.max_failures = 1  # somebody else's doing
-    resumed.on_step_begin(1, [trial])
-    assert trial.max_failures == 1

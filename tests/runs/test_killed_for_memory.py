@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from rllib_llm.runs.callbacks import NoRoomError, fit, memory_text
+from rllib_llm.runs.callbacks import NoRoomError, fit
 
 # As Ray 2.60 writes it.
 MESSAGE = """1 worker(s) were killed due to the node running low on memory.
@@ -52,7 +52,7 @@ def test_a_trial_killed_for_memory_goes_on_as_often_as_any_other_death(max_failu
 @pytest.mark.parametrize("max_failures", [0, 2])
 def test_once_too_often_says_who_used_the_memory_and_what_to_lower(max_failures):
     tuner = Tuner([killed() for _ in range(max_failures + 1)])
-    with pytest.raises(NoRoomError, match=r"python other_job.py.*Lower num_env_runners"):
+    with pytest.raises(NoRoomError, match=r"(?s)python other_job.py.*Lower num_env_runners"):
         fit(tuner, tuner.restored, max_failures, lambda text: None)
     assert tuner.num_restored == max_failures
 
@@ -62,16 +62,6 @@ def test_other_errors_are_not_taken_for_it():
     with pytest.raises(RuntimeError, match="something else"):
         fit(tuner, tuner.restored, 3, lambda text: None)
     assert tuner.num_restored == 0
-
-
-def test_rays_table_becomes_a_sentence():
-    text = memory_text(MESSAGE)
-    assert "memory was full (22.86 of 24.00 GB)" in text
-    assert text.endswith(
-        "Most was used by python other_job.py --large (11.05 GB, process 4242), "
-        "ray::PPOPtx.train (4.20 GB, process 7), ray::RLHFEnvRunner.sample (1.10 GB, process 9)."
-    )
-    assert memory_text("Task was killed.").endswith("memory was full.")
 
 
 def test_kills_count_until_a_new_checkpoint_is_there():

@@ -342,7 +342,7 @@ def test_settings_of_strangers_are_their_own():
     [
         ({"stop": {"traning_iteration": 1}}, "Did you mean 'training_iteration'"),
         ({"stop": {"episodes": 1}}, "Did you mean 'episode'"),
-        ({"stop": {"timesteps_total": 9}}, "no trial reports it. Count by training_iteration"),
+        ({"stop": {"timesteps_total": 9}}, "no trial reports it. Such are 'training_iteration'"),
         ({"checkpoint_config": {"num_to_keep": 0}}, "num_to_keep"),
     ],
 )
@@ -389,27 +389,6 @@ def placed(*results: tuple[str, str]) -> list:
         for i, result in enumerate(results)
         for j, place in enumerate(places(""))
     ]
-
-
-@pytest.mark.parametrize(
-    ("place", "run", "key"),
-    placed(
-        ("GRPO", "accuracy"),  # of pairs
-        ("GRPO", "train/accuracy"),
-        ("PPOPtx", "sft_loss"),
-        ("RLOO", "loss/ptx_avg"),
-        ("SFT", "reward"),
-        ("SFT", "held_out_reward"),
-        ("SFT", "accuracy"),
-        ("RewardModel", "loss/dpo"),
-        ("DPO", "objective/scores"),
-    ),
-)
-def test_results_of_other_algorithms_are_refused(place: str, run: str, key: str):
-    experiment = sums(run, {"evaluation_interval": None}, **places(key)[place])
-    with pytest.raises(Problems, match=rf"^a\.{place}='{key}' must be a result of {run}: "):
-        check_experiments([experiment])
-    check_experiments([experiment.replace(config=experiment.config | OWN_CODE)])
 
 
 @pytest.mark.parametrize(
@@ -521,7 +500,7 @@ def test_what_evaluations_read_is_looked_at_before_a_run(overlay: str, changes: 
 
 
 def test_own_code_may_report_what_ends_a_trial():
-    with pytest.raises(Problems, match="stop.my_own must be a result"):
+    with pytest.raises(Problems, match="a.stop='my_own' must be a result"):
         check_experiments([sums(stop={"my_own": 1})])
     check_experiments([sums(config=OWN_CODE, stop={"my_own": 1})])
 

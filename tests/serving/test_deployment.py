@@ -319,7 +319,7 @@ def test_who_ends_the_server_as_soon_as_it_is_announced_ends_it(number, monkeypa
     monkeypatch.setattr(deployment, "start", lambda settings: Started())
     monkeypatch.setattr("rllib_llm.shared.ray_compat.stop_listening", lambda: None)
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr("rllib_llm.cli.serve._in_place_of_a_dead_cluster", lambda: None)
+    monkeypatch.setattr("ray.init", lambda **_: None)
     stop = lambda *_: os.kill(os.getpid(), number)  # noqa: E731
     monkeypatch.setattr("rllib_llm.cli.serve._print_address", stop)
     before = {each: signal.signal(each, signal.default_int_handler)

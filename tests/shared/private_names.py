@@ -57,7 +57,6 @@ def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName,
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("ray", put="value _owner _tensor_transport"),
     *_names("ray.actor:ActorHandle", "_actor_id"),
-    *_names("ray._private.utils", read_ray_address="temp_dir"),
     *_names("ray._private.worker", "_global_node", "global_worker"),
     *_names("ray._private.worker:Worker", "threads_stopped"),
     *_names("ray._private.node:Node", dead_processes="self"),

@@ -198,10 +198,6 @@ def plan_rules(stage: Stage) -> Iterator[Problem]:
         yield warning("stop", "have a counter", "the trial never ends where no result reaches its "
                       "limit", "Add training_iteration, episode or time_total_s",
                       dict(stop))  # fmt: skip
-    saved = experiment.checkpoint_config
-    if saved.get("checkpoint_at_end") is False and saved.get("checkpoint_frequency") == 0:
-        yield warning("checkpoint_config.checkpoint_at_end", "be on where checkpoint_frequency=0",
-                      "all learnt would be lost", "Drop one of them", False)  # fmt: skip
     rows, size, updates = config.train_batch_size_per_learner, config.minibatch_size, None
     if iterations is not None:
         updates = iterations * config.num_epochs * -(-rows // (size or rows))
@@ -236,8 +232,6 @@ def _sampling(stage: Stage) -> Iterator[Problem]:
          "equal ones teach nothing", "Use 0.7 to 1", config.temperature),
         (config.top_k == 1, "top_k", "not be 1", "completions are greedy, and nothing is explored",
          "Use 0 to switch it off", 1),
-        (config.min_new_tokens == longest > 1, "min_new_tokens", "be below max_new_tokens",
-         "no completion ends by itself", "Lower it", longest),
         (env.get("kl_coeff") and config.ref_kl_coeff, "env_config.kl_coeff",
          f"be left out beside ref_kl_coeff={config.ref_kl_coeff}", "the KL would be paid twice",
          "Leave it out", env.get("kl_coeff")),
