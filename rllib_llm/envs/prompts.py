@@ -56,6 +56,8 @@ class PromptRow:
     @property
     def images(self) -> list[Any]:
         """The images that it shows, as they are written; [] of a row of text."""
+        if isinstance(self.prompt, str) and not any(name in self.columns for name in COLUMNS):
+            return []
         return images_of_row(
             {**{name: self.columns.get(name) for name in COLUMNS}, "prompt": self.prompt}
         )
