@@ -21,28 +21,28 @@ COMPLAINTS = {"Problem", "Problems", "warning", "note", "wrong", "require", "Api
 WORDS = 4  # of a text that is read by people
 # Of each room: lines, and the share (%) of them that are texts and complaints.
 ROOMS = {
-    "": (54, 1.9),
-    "algorithms": (3532, 5.9),
+    "": (52, 1.9),
+    "algorithms": (3559, 5.9),
     "checkpoints": (717, 5.7),
-    "cli": (2352, 9.9),
-    "config": (2977, 28.0),
+    "cli": (2257, 10.4),
+    "config": (2970, 28.0),
     "conversations": (1595, 3.1),
-    "data": (3327, 6.5),
-    "engines": (5319, 2.6),
-    "envs": (8278, 7.8),
-    "examples": (1446, 4.1),
-    "learners": (3063, 1.7),
-    "modules": (5645, 3.0),
+    "data": (3325, 6.5),
+    "engines": (5289, 2.6),
+    "envs": (8274, 7.8),
+    "examples": (1441, 4.1),
+    "learners": (3067, 1.7),
+    "modules": (5632, 3.0),
     "numerics": (1511, 0.6),
     "overseer": (911, 4.4),
-    "rollouts": (6366, 1.2),
-    "runs": (6809, 9.0),
+    "rollouts": (6300, 1.3),
+    "runs": (6653, 8.9),
     "serving": (6172, 6.0),
-    "shared": (3247, 3.7),
+    "shared": (3193, 3.7),
     "weights": (2259, 1.9),
 }
 SAME_NAMES = 2  # classes whose name stands in another file as well
-RAISES = 498
+RAISES = 499
 
 
 @cache
