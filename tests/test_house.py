@@ -36,7 +36,7 @@ ROOMS = {
     "numerics": (1511, 0.6),
     "overseer": (911, 4.4),
     "rollouts": (6300, 1.3),
-    "runs": (6653, 8.9),
+    "runs": (6693, 8.9),
     "serving": (6172, 6.0),
     "shared": (3193, 3.7),
     "weights": (2259, 1.9),

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.tune import Callback
 from ray.tune.utils.log import Verbosity, has_verbosity, set_verbosity
+from ray.util import placement_group_table
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
@@ -36,7 +38,10 @@ WAITING_INTERVAL_S = 30.0  # between plain lines on what a trial does that has n
 MAX_WAITING = 3  # trials of which it is told
 SILENT_S = 4.0  # without a result until it is shown what a trial does
 POLL_S = 1.0
-BEGINS = "waiting for CPUs and GPUs, or its process imports libraries"
+WAITS = {  # by whether the cluster gave the trial its CPUs
+    None: "waiting for its process", True: "its process imports libraries",
+    False: "waiting for CPUs or GPUs, of which the cluster has not enough free",
+}  # fmt: skip
 BAR_WIDTH = 8
 
 
@@ -51,6 +56,8 @@ class TrialRow:
         self.share = 0.0
         self.ear: TrialEar | None = None
         self.source: Path | None = None  # another trial's checkpoint, from which it continues
+        self.has_place: bool | None = None  # whether the cluster gave it its CPUs; None: not known
+        self._placed_at = 0.0  # when that was heard
         self.watch = Watch()
         self.has_begun = False  # in this process: not so at the start of a resumed run
         self.begun_at = time.time()  # its process; earlier activities are outdated
@@ -68,9 +75,17 @@ class TrialRow:
         activity = self.ear.activity() if self.ear is not None else None
         # What a process before this one did is past.
         if activity is None or activity[1] < self.begun_at:
-            return "" if self._last_time else f"{BEGINS}, for {_clock(silent)}"
+            if self._last_time:
+                return ""
+            silent = min(silent, time.monotonic() - self._placed_at)
+            return f"{WAITS[self.has_place]}, for {_clock(silent)}"
         text, since = activity
         return f"{text}, for {_clock(max(0.0, time.time() - since))}"
+
+    def place(self, has_place: bool | None) -> None:
+        """Note whether the cluster has given the trial its CPUs."""
+        if has_place != self.has_place:
+            self.has_place, self._placed_at = has_place, time.monotonic()
 
     def update(self, result: Mapping[str, Any]) -> list[Sign]:
         """Take over a new result of the trial; return the signs that it shows first."""
@@ -161,6 +176,10 @@ class LiveTable(Callback):
             row = self._row(trial)
             if row.ear is None and (folder := local_folder(trial)) is not None:
                 row.ear = TrialEar(folder)
+        if ray.is_initialized() and any(row.state == "starting" for row in self._rows.values()):
+            groups = placement_group_table().values()
+            for trial_id, has_place in places(trials, groups).items():
+                self._rows[trial_id].place(has_place)
         self._hear()
         if self._live is not None or now - self._last_line <= WAITING_INTERVAL_S:
             return
@@ -194,13 +213,14 @@ class LiveTable(Callback):
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
         row = self._row(trial)
-        row.state = "done" if row.share >= 1.0 or not row.stop else "stopped"
-        self._print_line(row, at_once=True)
+        self._end(row, "done" if row.share >= 1.0 or not row.stop else "stopped")
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        row = self._row(trial)
-        row.state = "failed"
-        self._print_line(row, at_once=True)
+        self._end(self._row(trial), "failed")
+
+    def _end(self, row: TrialRow, state: str) -> None:
+        row.state, self._last_line = state, -LINE_INTERVAL_S
+        self._print_line(row)
 
     # --- rendering ----------------------------------------------------------------------------
 
@@ -242,10 +262,9 @@ class LiveTable(Callback):
         settings = ", ".join(setting(key, now.get(key, drawn)) for key, drawn in varied)
         return settings or self._stage or str(trial)  # its name under Tune
 
-    def _print_line(self, row: TrialRow, at_once: bool = False) -> None:
+    def _print_line(self, row: TrialRow) -> None:
         now = time.monotonic()
-        is_early = not at_once and now - self._last_line < LINE_INTERVAL_S
-        if self._live is not None or is_early:
+        if self._live is not None or now - self._last_line < LINE_INTERVAL_S:
             return
         self._last_line = now
         cells = [f"{m.title} {_cell(row.result, m)}" for m in columns([row.result])]
@@ -261,6 +280,27 @@ def _eta(row: TrialRow) -> str:
         return ""
     eta = row.eta_s()
     return "…" if eta is None else _clock(eta)
+
+
+def places(trials: Iterable[Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
+    """Whether each trial that runs or is to start has its resources, as far as known: Tune gives
+    the ready placement groups of a kind to its trials in their order.
+
+    groups: as Ray's `placement_group_table` has them, those of other jobs included.
+    """
+    ready = [_kind(each["bundles"].values()) for each in groups if each["state"] == "CREATED"]
+    known = {}
+    for trial in sorted(trials, key=lambda trial: trial.status != "RUNNING"):
+        if trial.status in ("RUNNING", "PENDING"):
+            kind = _kind(trial.placement_group_factory.bundles)
+            known[trial.trial_id] = kind in ready
+            if kind in ready:
+                ready.remove(kind)
+    return known
+
+
+def _kind(bundles: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+    return [{name: float(num) for name, num in bundle.items() if num} for bundle in bundles]
 
 
 def _iteration(row: TrialRow) -> str:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from rich.console import Console
 
 from rllib_llm.overseer.phases import PAUSED
-from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow
+from rllib_llm.runs import live_table
+from rllib_llm.runs.live_table import SILENT_S, LiveTable, TrialRow, places
 from rllib_llm.runs.results import local_folder
 from rllib_llm.shared.messages import MessageLog, TrialEar, TrialMessage
 
@@ -200,7 +202,7 @@ def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
         table.on_step_end(0, [stored("a", tmp_path)])
         (row,) = table._rows.values()
         row._started -= SILENT_S + 1  # as if it had been silent for so long
-        assert "or its process imports libraries, for 0:05" in rendered(table)  # SILENT_S + 1
+        assert "waiting for its process, for 0:05" in rendered(table)  # SILENT_S + 1
         MessageLog(tmp_path).doing("sampling and judging 16 completions")
         assert "rl: sampling and judging 16 completions, for 0:00" in rendered(table)
         table._last_line = table._last_poll = -1000.0
@@ -208,6 +210,47 @@ def test_a_trial_without_a_result_shows_what_it_does(tmp_path):
         assert "rl  sampling and judging 16 completions, for 0:0" in out.file.getvalue()
         table.on_trial_result(stored("a", tmp_path), result(1))
         assert "sampling" not in rendered(table)  # it has just been heard of
+
+
+def test_what_a_trial_waits_for_is_told_where_the_cluster_says_it():
+    def of(name: str, status: str, **bundle: float) -> SimpleNamespace:
+        factory = SimpleNamespace(bundles=[bundle])
+        return SimpleNamespace(trial_id=name, status=status, placement_group_factory=factory)
+
+    def group(state: str, **bundle: float) -> dict:
+        return {"state": state, "bundles": {0: bundle}}
+
+    trials = [of("first", "PENDING", CPU=1, GPU=0), of("next", "PENDING", CPU=1)]
+    trials += [
+        of("runs", "RUNNING", CPU=1),
+        of("big", "PENDING", CPU=9),
+        of("over", "ERROR", CPU=9),
+    ]
+    groups = [group("CREATED", CPU=1.0), group("CREATED", CPU=1.0), group("PENDING", CPU=9.0)]
+    known = places(trials, [*groups, group("REMOVED", CPU=1.0)])
+    assert known == {"runs": True, "first": True, "next": False, "big": False}
+    row = TrialRow("a", {})
+    row._started -= SILENT_S + 1
+    for has_place, text in ((None, "waiting for its process"), (True, "its process imports"),
+                            (False, "waiting for CPUs or GPUs, of which")):  # fmt: skip
+        row.place(has_place)
+        assert row.waits_for().startswith(text)
+
+
+def test_what_a_trial_waits_for_has_a_time_of_its_own(monkeypatch):
+    """Complaint: it waited for CPUs for three minutes, and then imported for as long at once."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(
+        live_table, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    )
+    row = TrialRow("a", {})
+    row.place(False)
+    clock.now += 90.0
+    row.place(False)
+    assert row.waits_for().endswith("has not enough free, for 1:30")
+    row.place(True)
+    clock.now += 5.0
+    assert row.waits_for() == "its process imports libraries, for 0:05"
 
 
 def test_what_a_process_before_this_one_did_is_past(tmp_path):
@@ -218,7 +261,7 @@ def test_what_a_process_before_this_one_did_is_past(tmp_path):
         table.on_step_end(0, [stored("a", tmp_path)])
         (row,) = table._rows.values()
         row._started -= SILENT_S + 1
-        assert "or its process imports libraries, for 0:05" in rendered(table)
+        assert "waiting for its process, for 0:05" in rendered(table)
 
 
 def test_a_sign_that_something_is_wrong_is_told_once():
@@ -255,7 +298,7 @@ def test_of_many_trials_that_wait_the_first_are_told():
         table._last_line = table._last_poll = -1000.0
         table.on_step_end(1, trials)
     lines = out.file.getvalue().splitlines()
-    assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for CPUs and GPUs, or")
+    assert len(lines) == 4 and lines[0].startswith("lr=0  waiting for its process, for 0:1")
     assert lines[3] == "and 6 further trials"
 
 
