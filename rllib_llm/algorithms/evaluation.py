@@ -217,29 +217,8 @@ def _judged(algorithm, config, group: EnvRunnerGroup) -> JudgedBatch:
     # Greedy completions of a prompt are all alike.
     n = config.num_completions if config.explore else 1
     settings = ServingSettings(n, explore=config.explore, min_valid=0)
-    return algorithm.sample_held_out(group, settings, config)
-
-
-DEFAULT_DURATION = 64  # completions
-
-
-def num_held_out(config: Any, num_completions: int) -> int:
-    """Prompts of an evaluation with `num_completions` of each. By default, of data that is quick to
-    read, at most every held-out prompt once."""
-    from rllib_llm.data.sources import is_quick_to_read
-    from rllib_llm.envs.prompts import PromptSource
-    from rllib_llm.envs.registry import ENVIRONMENTS
-
-    num, env = -(-config.evaluation_duration // num_completions), config.env_config
-    fraction, given = env.get("eval_fraction") or 0.0, env.get("eval_prompts")
-    data = given if given is not None else env.get("prompts") if fraction else None
-    is_default = config.evaluation_duration == DEFAULT_DURATION and not config.envs
-    is_ours = config.env in ENVIRONMENTS and data is not None
-    if not is_default or not is_ours or not is_quick_to_read(data):
-        return num
-    source = PromptSource(data, split="eval", eval_fraction=fraction, eval_data=given,
-                          prompt_column=env.get("prompt_column"))  # fmt: skip
-    return min(num, len(source))
+    num_prompts = -(-config.evaluation_duration // n)
+    return algorithm.sample_held_out(group, num_prompts, settings, config.weights_of_envs())
 
 
 def _results(batch: JudgedBatch, config) -> dict[str, float]:

@@ -50,7 +50,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, EVALUATION_RESULTS
 
-from rllib_llm.algorithms.evaluation import num_held_out, open_eval_envs
+from rllib_llm.algorithms.evaluation import open_eval_envs
 from rllib_llm.algorithms.language_model import LanguageModelAlgorithm
 from rllib_llm.algorithms.language_model_config import frozen_with
 from rllib_llm.algorithms.results import (
@@ -310,10 +310,11 @@ class RLHF(LanguageModelAlgorithm):
         self.rollouts.publish(published, env_weights, self.weights_version)
 
     def sample_held_out(
-        self, group: EnvRunnerGroup, settings: ServingSettings, config: Any
-    ) -> JudgedBatch:
+        self, group: EnvRunnerGroup, num_prompts: int, settings: ServingSettings,
+        env_weights: tuple[float, ...] = (1.0,),
+    ) -> JudgedBatch:  # fmt: skip
         """Completions of the first prompts by a group of samplers, as `settings` say, made with the
-        newest weights; `config`: that of the evaluation.
+        newest weights; `env_weights`: of their environments.
 
         Raises:
             BrokenSamplerError: none of them could be judged.
@@ -332,9 +333,8 @@ class RLHF(LanguageModelAlgorithm):
 
         if group not in self._held_out:
             rules = StreamRules(
-                num_held_out(config, settings.num_completions), max_staleness=0,
-                num_parts=max(1, pool.num_parts), texts_every=1, bounds_age=False,
-                timeout_s=self.config.sampler_timeout_s, env_weights=config.weights_of_envs(),
+                num_prompts, max_staleness=0, num_parts=max(1, pool.num_parts), texts_every=1,
+                bounds_age=False, timeout_s=self.config.sampler_timeout_s, env_weights=env_weights,
             )  # fmt: skip
             self._held_out[group] = open_rollouts(
                 pool, group.local_env_runner, rules, settings, folder=self.trial_folder,

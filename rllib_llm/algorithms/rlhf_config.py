@@ -10,12 +10,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rllib_llm.algorithms.evaluation import (
-    DEFAULT_DURATION,
-    eval_env_config,
-    eval_env_rules,
-    evaluate_held_out,
-)
+from rllib_llm.algorithms.evaluation import eval_env_config, eval_env_rules, evaluate_held_out
 from rllib_llm.algorithms.language_model_config import LanguageModelConfig
 from rllib_llm.config.distillation import DISTILLATION, distillation_rules, teacher_of
 from rllib_llm.config.environments import (
@@ -118,7 +113,7 @@ class RLHFConfig(LanguageModelConfig):
         self.create_local_env_runner = False
         self.enable_connectors = False
         # Evaluation on held-out prompts, greedy, through RLlib's evaluation samplers.
-        self.evaluation_duration = DEFAULT_DURATION
+        self.evaluation_duration = 64
         self.evaluation_duration_unit = "episodes"
         self.custom_evaluation_function = evaluate_held_out
         self.evaluation_error_after_n_consecutive_skips = 3

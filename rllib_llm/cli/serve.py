@@ -36,8 +36,8 @@ def serve(
     weights_name: Annotated[str | None, Option(
         help="Follow the weights that a run publishes by this name.")] = None,
     ray_address: Annotated[str | None, Option(
-        help="Ray cluster to serve on, 'auto' for a local one; that of the run that is followed. "
-        "Default: RAY_ADDRESS, else Ray is started here.")] = None,
+        help="Ray cluster to serve on, 'auto' for a local one. Default: RAY_ADDRESS, else Ray is "
+        "started here, or with --weights-name a local one that runs is joined.")] = None,
     local: Annotated[bool, Option("--local", help="In this process, without Ray Serve.")] = False,
     set_: Annotated[list[str] | None, Option(
         "--set", help="Any setting: NAME=VALUE. May be repeated.", callback=with_values)] = None,
@@ -116,7 +116,9 @@ def _serve_here(settings: Any, ray_address: str | None) -> None:
 
 
 def _serve_on_ray(settings: Any, ray_address: str | None) -> None:
-    address = ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    # The run that is followed is in a Ray that runs already.
+    usual = "local" if settings.weights_name is None else "auto"
+    address = ray_address or os.environ.get("RAY_ADDRESS") or usual
     check_address(address)
     from rllib_llm.serving import deployment
     from rllib_llm.shared.ray_compat import stop_listening

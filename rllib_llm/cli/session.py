@@ -97,8 +97,6 @@ def shown_warnings() -> Iterator[list[str]]:
         stderr.print(line, soft_wrap=True, highlight=False)
 
 
-logger = logging.getLogger(__name__)
-
 # ray.init() sets the level of "ray"; those below it with a level of their own keep theirs. That of
 # authentication tells at each start what Ray does by default.
 LOGGERS = ("ray", "ray.tune", "ray.rllib", "ray.train", "ray._private.authentication", *LIBRARIES)
@@ -192,11 +190,14 @@ def ray_session(
 
 def _logged_error(since: float) -> str:
     """The last error in the logs of a Ray that was started since then, "" if there is none."""
-    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
-    files = [file for file in logs.glob("*.err") if file.stat().st_mtime >= since]
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    lines = [line for text in texts for line in text.splitlines() if re.search(" [EC] ", line)]
-    return lines[-1] if lines else ""
+    session = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest").resolve()
+    with contextlib.suppress(OSError):
+        if session.stat().st_ctime >= since - 1:  # of a file system's coarser clock
+            files = sorted(session.glob("logs/*.err"), key=lambda file: file.stat().st_mtime)
+            texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            lines = [line for text in texts for line in text.splitlines()]
+            return next((line for line in reversed(lines) if re.search(" [EC] ", line)), "")
+    return ""
 
 
 def check_address(address: str | None, seconds: float = SECONDS_TO_CONNECT) -> None:

@@ -363,7 +363,7 @@ class Decoder:
         recurs = self.plan.has_recurring_sizes and shares and not images
         prefixes = [group.prefix for group in groups if group.prefix is not None]
         new = longest
-        if prefixes and shares:
+        if prefixes and shares and not images:
             new = max(n - len(p.token_ids) for n, p in zip(lengths, prefixes, strict=True))
             longer = recurring_length(len(groups), new) if recurs else new
             new = longer if longer < longest else new

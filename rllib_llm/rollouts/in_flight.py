@@ -79,8 +79,7 @@ class Batches:
         lease = self._leases.pop(next(iter(self._leases)))
         try:
             asked = requests_of(lease, self._settings)
-            return [(lease, self._sampler.of(request).generate(request, lease.weights))
-                    for request in asked]  # fmt: skip
+            return [(lease, self._sampler.generate(request, lease.weights)) for request in asked]
         except Exception as error:  # noqa: BLE001  (the border of the process; reported to the ledger)
             return [(lease, error)]
 

@@ -324,8 +324,8 @@ class Sampler:
 
 
 class MixedSampler(Sampler):
-    """Samplers of several environments that share a policy and its weights: a request is for the
-    one that `of` gives.
+    """Samplers of several environments that share a policy and its weights: each answers the
+    requests for its own.
 
     Args:
         samplers: by `SampleRequest.env`.
@@ -345,6 +345,17 @@ class MixedSampler(Sampler):
         sampler = self._samplers[request.env]
         sampler.phase = self.phase  # the driver sets it
         return sampler
+
+    def generate(
+        self, request: SampleRequest, published: PublishedWeights | None = None
+    ) -> UnjudgedBatch:
+        return self.of(request).generate(request, published)
+
+    def judge(self, generated: UnjudgedBatch, *, beside: bool = False) -> JudgedBatch:
+        return self.of(generated.request).judge(generated, beside=beside)
+
+    def sample(self, request: SampleRequest) -> JudgedBatch:
+        return self.of(request).sample(request)
 
     def close(self) -> None:
         super().close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -45,10 +44,6 @@ def model_card(experiment: Experiment, results: Mapping[str, float], source: str
         f"| {metric.title.strip()} | `{metric.key}` | {metric.text(results[metric.key])} |"
         for metric in summary_metrics([results])
     )
-    given = {name: getattr(experiment, name) for name in ("run", "env", "stop", "config")}
-    given = {name: value for name, value in given.items() if value}
-    plain = json.loads(json.dumps(given, default=str))  # what has no YAML, as text
-    settings = yaml.safe_dump(plain, sort_keys=False, width=100).rstrip()
     text = f"""---
 {card.to_yaml()}
 ---
@@ -75,7 +70,7 @@ The last result of the run.
 `rllib train file {source}`; the settings that differ from the defaults:
 
 ```yaml
-{settings}
+{_plain({"run": experiment.run, "env": experiment.env, "stop": experiment.stop, "config": config})}
 ```
 """
     return str(ModelCard(text))
@@ -86,3 +81,16 @@ def _hub_id(value: Any) -> str:
     while isinstance(path, Mapping):  # {data: {path: ...}}
         path = path.get("data", path.get("path"))
     return path if isinstance(path, str) and HUB_ID.fullmatch(path) else ""
+
+
+def _plain(value: Any) -> str:
+    """The YAML of values; what has no YAML, as text."""
+
+    def plain(each: Any) -> Any:
+        if isinstance(each, Mapping):
+            return {str(key): plain(one) for key, one in each.items() if one not in (None, {})}
+        if isinstance(each, list | tuple):
+            return [plain(one) for one in each]
+        return each if isinstance(each, str | int | float | bool) else str(each)
+
+    return yaml.safe_dump(plain(value), sort_keys=False, width=100).rstrip()

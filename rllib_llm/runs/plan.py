@@ -51,6 +51,7 @@ from rllib_llm.shared.errors import (
     did_you_mean,
     distinct,
     errors_of,
+    nearest,
     problems_in,
     refusals,
     report,
@@ -195,9 +196,10 @@ OWN_CODE = (
 
 
 def _result_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Results that no trial reports: by a metric Tune ends a trial after an iteration, for a limit
-    it waits for ever, and a pass criterion is found missed at the end. Code of the user's own may
-    report more than we know: there it is a warning."""
+    """Names that no algorithm reports, and held-out results without an evaluation: by a metric
+    Tune ends a trial after an iteration, for a limit it waits for ever, and a pass criterion is
+    found missed at the end. Code of the user's own may report more than we know: there it is a
+    warning."""
     space = search_space(experiment, [])
     default = algorithm_class(experiment.run, experiment.name).get_default_config()
     # A search space may give trials an evaluation.
@@ -222,7 +224,9 @@ def _result_problems(experiment: Experiment) -> Iterator[Problem]:
             usual = "Such are 'training_iteration', 'objective/scores' (mean reward), 'eval/loss'"
             remedy = did_you_mean(key, names, cutoff=0.85, otherwise=usual)
             rule, why = f"be a result of {experiment.run}", "no trial reports it"
-            if not is_certain:
+            # A counter that is misspelt is no result of the user's own code.
+            is_counter = where == "stop" and bool(nearest(key, COUNTERS, 1, cutoff=0.85))
+            if not is_certain and not is_counter:
                 yield warning(where, rule, f"{why}, unless code of yours does", remedy, key)
                 continue
         elif is_certain and is_held_out(key) and not may_evaluate:

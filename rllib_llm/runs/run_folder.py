@@ -48,8 +48,7 @@ def storage_root(given: str | None, experiments: Iterable[Experiment]) -> Place:
 def new_folder(
     root: Place, name: str, chosen: str | None, source: str, experiments: Sequence[Experiment]
 ) -> Place:
-    """Return a new folder for a run, containing its record; a chosen one may hold the record of a
-    run that never began.
+    """Return a new folder for a run, containing its record.
 
     Args:
         root: where runs lie.
@@ -68,11 +67,7 @@ def new_folder(
             # that begin in one second each has a name of its own.
             folder = folder if chosen else root / f"{stamped}_{secrets.randbelow(10**12)}"
         folder.mkdir(parents=True, exist_ok=True)
-        held = [each.name for each in folder.iterdir()]
-        if chosen and held == [RUN_RECORD]:  # of a run that never began
-            with alone_in(folder):
-                break
-        if not held:
+        if not any(folder.iterdir()):
             with contextlib.suppress(FileExistsError):  # of several that start at once, one does
                 if isinstance(folder, Path):
                     (folder / RUN_RECORD).touch(exist_ok=False)

@@ -69,16 +69,18 @@ def points(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_range(name: str, arguments: Any, where: str) -> Any:
-    sampler, place, given = getattr(tune, name), f"{where}.{name}", arguments
+    sampler = getattr(tune, name)
     names = [each for each in inspect.signature(sampler).parameters if each != "base"]
-    usage = f"Write {{{name}: [{', '.join(names)}]}}"
+    given = arguments
     if isinstance(arguments, list) and len(arguments) == len(names):
         given = dict(zip(names, arguments, strict=True))
-    are_numbers = isinstance(given, dict) and set(given) == set(names) and all(
-        isinstance(bound, int | float) and not isinstance(bound, bool) for bound in given.values()
-    )  # fmt: skip
-    require(are_numbers, place, arguments, f"give {len(names)} numbers ({', '.join(names)})",
-            "these are its arguments", usage)  # fmt: skip
+    place, usage = f"{where}.{name}", f"Write {{{name}: [{', '.join(names)}]}}"
+    require(isinstance(given, dict) and set(given) == set(names), place, arguments,
+            f"give {len(names)} numbers ({', '.join(names)})", "these are its arguments",
+            usage)  # fmt: skip
+    for key, bound in given.items():
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        require(is_number, f"{place}.{key}", bound, "be a number", "it bounds a range", usage)
     require("lower" not in given or given["lower"] <= given["upper"], place, arguments,
             "give a lower bound that is not above the upper one",
             "values are drawn from between them", usage)  # fmt: skip

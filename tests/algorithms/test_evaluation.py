@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rllib_llm.algorithms.evaluation import held_out_metrics, num_held_out
+from rllib_llm.algorithms.evaluation import held_out_metrics
 from rllib_llm.rollouts.judged_batch import JudgedBatch
 from rllib_llm.shared import columns
 from rllib_llm.shared.remote import ServerError
@@ -273,20 +273,3 @@ def test_a_rollout_of_several_rows_is_held_out_once():
     assert metrics["output_length"] == 3.0  # 2 + 1, and 3
     assert metrics["scores"] == metrics["rewards"] == 2.5
     assert metrics["finished"] == 0.5  # by its last row
-
-
-@pytest.mark.parametrize(
-    ("settings", "duration", "n", "num"),
-    [
-        ({"prompts": ["1", "2"], "eval_prompts": ["3", "4", "5"]}, 64, 1, 3),  # each once
-        ({"prompts": ["1", "2"], "eval_prompts": ["3", "4", "5"]}, 64, 4, 3),
-        ({"prompts": [str(i) for i in range(20)], "eval_fraction": 0.1}, 64, 1, 2),
-        ({"prompts": ["1", "2"], "eval_prompts": ["3"] * 100}, 64, 4, 16),
-        ({"prompts": ["1", "2"], "eval_prompts": ["3", "4", "5"]}, 8, 1, 8),  # as it was asked for
-        ({}, 64, 1, 64),  # the environment's own
-    ],
-)
-def test_by_default_no_held_out_prompt_is_judged_twice(settings, duration, n, num):
-    config = tiny.grpo().evaluation(evaluation_duration=duration)
-    config.env_config = settings
-    assert num_held_out(config, n) == num

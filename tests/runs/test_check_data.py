@@ -74,7 +74,7 @@ def test_what_is_right_passes():
                             "kwargs": {"base_url": "http://h/v1", "model": "m"}}),
      rf"rewards.functions='{JUDGES}.judge_model.JudgeModel' must score completions: .*JudgeServer"),
     (grpo(reward_functions=f"{JUDGES}.no_such.MathVerify"),
-     rf"It is '{JUDGES}.remote_rewards.MathVerify'"),
+     rf"must name something in '{JUDGES}': it has no 'no_such'"),
     (grpo(reward_functions=takes_no_completions), "takes_no_completions.*completions"),
     (grpo(reward_functions=[constant, constant]), r"they are named \['constant', 'constant'\]"),
     (grpo(reward_functions={"fn": "a.b"}), r"rewards.functions.fn must be a known key"),

@@ -11,7 +11,6 @@ import pytest
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.results import StageResult
 from rllib_llm.runs.run_folder import (
-    alone_in,
     continue_run,
     new_folder,
     resumed_folder,
@@ -79,22 +78,9 @@ def test_two_runs_that_start_in_one_second_at_a_url_do_not_share_a_folder(
 
 def test_a_chosen_folder_at_a_url_is_taken_once(tmp_path):
     root = UrlPath(tmp_path.as_uri())
-    folder = new_folder(root, "x", "mine", FILE, [sft()])
-    (folder / "sft").mkdir()
+    new_folder(root, "x", "mine", FILE, [sft()])
     with pytest.raises(Problems, match="experiment_name='mine' must be new"):
         new_folder(root, "x", "mine", FILE, [sft()])
-
-
-def test_a_chosen_folder_of_a_run_that_never_began_is_taken_over(tmp_path):
-    folder = new_folder(tmp_path, "x", "mine", FILE, [sft()])
-    with alone_in(folder), pytest.raises(Problems, match="a process writes to it"):  # it begins
-        new_folder(tmp_path, "x", "mine", OTHER, [sft()])
-    assert new_folder(tmp_path, "x", "mine", OTHER, [ppo()]) == folder
-    record = json.loads((folder / RUN_RECORD).read_text())
-    assert (record["source"], record["experiments"][0]["name"]) == (OTHER, "ppo")
-    (folder / "ppo").mkdir()
-    with pytest.raises(Problems, match="experiment_name='mine' must be new"):
-        new_folder(tmp_path, "x", "mine", OTHER, [ppo()])
 
 
 def test_the_newest_run_of_the_same_file_is_resumed_not_of_another_of_its_name(tmp_path):
