@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def without_weights(model: str | os.PathLike, *, classifier: bool = False) -> nn
 
 def merge_folder(source: str | Path, target: str | Path) -> Path:
     """Writes the plain model and tokenizer of the adapter folder `source` to `target`."""
-    load_causal_lm(source, dtype=read_base(source).dtype).save_pretrained(target)
+    with quiet_transformers():
+        load_causal_lm(source, dtype=read_base(source).dtype).save_pretrained(target)
     load_tokenizer(source).save_pretrained(target)
     return Path(target)
 
@@ -279,7 +281,9 @@ def quiet_transformers():
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            # peft reads an attribute that transformers renames.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             yield
     finally:
         hf_logging.set_verbosity(verbosity)

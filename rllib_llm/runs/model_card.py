@@ -13,7 +13,6 @@ from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.metrics import summary_metrics
 from rllib_llm.runs.results import short_name
 
-MODEL_CARD = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Settings that name data, in a config and in its `prompts`.
 DATA_SETTINGS = ("data", "eval_data", "ptx_data", "ptx_eval_data", "prompts")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT, make_readable
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.shared.errors import require
-from rllib_llm.shared.run_layout import RESULTS, SETTINGS_FILE, STAGE_RECORD
+from rllib_llm.shared.run_layout import MODEL_CARD, RESULTS, SETTINGS_FILE, STAGE_RECORD
 from rllib_llm.shared.storage import (
     Place,
     UrlPath,
@@ -293,7 +294,8 @@ def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
 
 
 def copy_model(source: Path, made: Path) -> None:
-    """Copy a Hugging Face folder without RLlib's files; adapters are merged with their base."""
+    """Copy a Hugging Face folder without RLlib's files; adapters are merged with their base. A
+    checkpoint's has no card, so that the one of its trial goes with it."""
     if (source / "adapter_config.json").is_file():
         from rllib_llm.modules.pretrained import merge_folder  # loads transformers
 
@@ -301,4 +303,8 @@ def copy_model(source: Path, made: Path) -> None:
     else:
         ignored = shutil.ignore_patterns(*RLLIB_FILES)
         shutil.copytree(source, made, ignore=ignored, dirs_exist_ok=True)
+    if not (made / MODEL_CARD).is_file():
+        cards = (folder / "model" / MODEL_CARD for folder in source.absolute().parents)
+        for card in itertools.islice(filter(Path.is_file, cards), 1):
+            shutil.copy(card, made)
     make_readable(made)

@@ -21,7 +21,7 @@ from rllib_llm.runs import default_callbacks
 from rllib_llm.runs.callbacks import NewTerms, NoRoomError, fit
 from rllib_llm.runs.experiments import Experiment, algorithm_class, fill
 from rllib_llm.runs.live_table import LiveTable
-from rllib_llm.runs.model_card import MODEL_CARD, model_card
+from rllib_llm.runs.model_card import model_card
 from rllib_llm.runs.plan import INTERVAL, check_experiments, checkpoint_settings, num_trials
 from rllib_llm.runs.report_page import PAGE_FILE, find_trials, write_page
 from rllib_llm.runs.results import StageResult, collect_result, flatten, is_reached, short_name
@@ -32,7 +32,13 @@ from rllib_llm.runs.trial_checkpoints import CUT_SHORT, SaveOnStop, note_saved
 from rllib_llm.shared.errors import Problems
 from rllib_llm.shared.messages import failure_text
 from rllib_llm.shared.ray_compat import replace_callbacks, resume_finished, tuner_from_checkpoint
-from rllib_llm.shared.run_layout import CHECKPOINTS, RUN_RECORD, STAGE_RECORD, RunFolder
+from rllib_llm.shared.run_layout import (
+    CHECKPOINTS,
+    MODEL_CARD,
+    RUN_RECORD,
+    STAGE_RECORD,
+    RunFolder,
+)
 from rllib_llm.shared.storage import Place, UrlPath, placed, read_json, replace_text
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from rllib_llm.shared.storage import Place, read_json
 
 RUN_RECORD, STAGE_RECORD = "run.json", "stage.json"
+MODEL_CARD = "README.md"  # in the folder of a trained model
 RESULTS, SETTINGS_FILE = "result.json", "params.json"  # Tune's
 REPLACED = "replaced"
 CHECKPOINTS = "checkpoint_*"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import huggingface_hub
 import pytest
 import yaml
@@ -9,6 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from rllib_llm.checkpoints.folder import MODEL_IN_CHECKPOINT
 from rllib_llm.cli.main import app
 from rllib_llm.runs.experiments import Experiment
 from rllib_llm.runs.model_card import model_card
@@ -56,6 +59,14 @@ def test_a_folder_is_a_model_of_transformers(trial, tmp_path):
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert "README.md" in names and not any(name.endswith(".pkl") for name in names)
     assert "be new or empty" in export(trial, "--to", tmp_path / "out", exit_code=2)
+
+
+def test_a_checkpoints_model_has_the_card_of_its_trial(trial, tmp_path):
+    model = trial / "checkpoint_000000" / MODEL_IN_CHECKPOINT
+    model.parent.mkdir(parents=True)
+    shutil.copytree(trial / "model", model, ignore=shutil.ignore_patterns("README.md"))
+    export(model, "--to", tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == CARD
 
 
 def test_the_hub_gets_the_folder(trial, monkeypatch):
