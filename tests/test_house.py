@@ -35,7 +35,7 @@ ROOMS = {
     "modules": (5636, 3.0),
     "numerics": (1511, 0.6),
     "overseer": (911, 4.4),
-    "rollouts": (6310, 1.3),
+    "rollouts": (6316, 1.3),
     "runs": (6713, 8.9),
     "serving": (6172, 6.0),
     "shared": (3194, 3.7),

@@ -289,7 +289,7 @@ class RLHFEnvRunner(EnvRunner, Checkpointable):
         num_prompts = -(-(num_episodes or num_timesteps or self.env.num_envs) // group)
         explore = self.config.explore if explore is None else explore
         request = SampleRequest(self._position, num_prompts, group, explore, env=number)
-        batch = self.sampler.of(request).sample(request)
+        batch = self.sampler.sample(request)
         self._position += num_prompts
         for name in (NUM_ENV_STEPS_SAMPLED, NUM_EPISODES):
             self.metrics.log_value(name, batch.num_rollouts, reduce="sum")

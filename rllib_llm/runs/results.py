@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -294,8 +293,8 @@ def export_model(checkpoint: Place | None, trial_folder: Place) -> Place | None:
 
 
 def copy_model(source: Path, made: Path) -> None:
-    """Copy a Hugging Face folder without RLlib's files; adapters are merged with their base. A
-    checkpoint's has no card, so that the one of its trial goes with it."""
+    """Copy a Hugging Face folder without RLlib's files; adapters are merged with their base. With
+    that of a checkpoint, which has no card, goes the card of its trial."""
     if (source / "adapter_config.json").is_file():
         from rllib_llm.modules.pretrained import merge_folder  # loads transformers
 
@@ -303,8 +302,9 @@ def copy_model(source: Path, made: Path) -> None:
     else:
         ignored = shutil.ignore_patterns(*RLLIB_FILES)
         shutil.copytree(source, made, ignore=ignored, dirs_exist_ok=True)
-    if not (made / MODEL_CARD).is_file():
-        cards = (folder / "model" / MODEL_CARD for folder in source.absolute().parents)
-        for card in itertools.islice(filter(Path.is_file, cards), 1):
+    num = len(MODEL_IN_CHECKPOINT.parts)
+    if source.parts[-num:] == MODEL_IN_CHECKPOINT.parts:
+        card = source.absolute().parents[num - 1].parent / "model" / MODEL_CARD
+        if card.is_file():
             shutil.copy(card, made)
     make_readable(made)
